@@ -1,0 +1,325 @@
+"""The types of every option, and `load`, which checks a composed config once.
+
+YAML holds values, this file holds types, units and ranges. A key exists once; what can be computed is not a key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+STAGES = ("download", "repack", "spot_check", "residents", "verify", "chat", "serve")
+
+
+class ConfigError(ValueError):
+    """A key or value that cannot be used. The message says how to mend it."""
+
+
+class Source(Enum):
+    """Where a model's files come from."""
+
+    bundled = "bundled"  # trained checkpoints inside this project
+    local = "local"  # a snapshot folder given by model.path, used in place, never changed
+    hub = "hub"  # the Hugging Face hub, at model.revision
+
+
+class DirectIo(Enum):
+    """How expert files are opened."""
+
+    auto = "auto"  # direct where the filesystem allows it, else through the page cache, said once
+    require = "require"  # direct, or an error
+    buffered = "buffered"  # through the page cache
+
+
+class Deltanet(Enum):
+    """How the large DeltaNet matrices are kept."""
+
+    bf16 = "bf16"  # as released
+    fp8_rows = (
+        "fp8_rows"  # E4M3 with one scale per row: half the bytes, 2.6 % error on Gaussian rows
+    )
+
+
+@dataclass
+class SamplingConfig:
+    """Defaults of a request; the model's generation_config.json gives what is null here."""
+
+    temperature: float | None = None  # 0 is greedy
+    top_p: float | None = None  # keep the likeliest tokens up to this mass, (0, 1]
+    top_k: int | None = None  # keep this many tokens; 0 is all
+    min_p: float = 0.0  # drop tokens below this share of the likeliest one's probability
+    seed: int | None = None  # same seed, same settings, same text
+
+
+@dataclass
+class ModelConfig:
+    """One model at one revision."""
+
+    name: str = "???"
+    family: str = "???"  # the file in runtime/models that computes it
+    served_name: str = "???"  # its id over HTTP
+    source: Source = Source.bundled
+    path: str | None = None  # folder of the snapshot, for source=local and source=bundled
+    repo: str | None = None  # hub id
+    revision: str = "???"  # 40 hex digits on the hub; any text for a local folder
+    files: list[str] = field(default_factory=lambda: ["*"])  # patterns of the files wanted
+    setup: list[str] = field(
+        default_factory=list
+    )  # stages that make what an engine opens, in order
+    context_tokens: int = 4096  # window; memory for keys and values grows with it
+    prefill_tokens: int = 512  # a prompt goes through the layers in pieces of this many tokens
+    deltanet: Deltanet = Deltanet.bf16
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+@dataclass
+class DriveConfig:
+    """How the drive is read."""
+
+    direct: DirectIo = DirectIo.auto
+    window: int = 2  # experts in flight; more share the drive and all end late
+    pieces: int = 4  # parallel reads per expert
+    simulate_gib_s: float = 0.0  # pretend the drive gives this many GiB/s; 0 is the real drive
+    simulate_latency_us: float = 0.0  # and adds this much to every read
+
+
+@dataclass
+class HwConfig:
+    """The machine, or the part of it that may be used."""
+
+    name: str = "???"
+    device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
+    ram_gib: float | None = (
+        None  # RAM that may be used in all; null: what this machine has available
+    )
+    vram_gib: float | None = (
+        None  # video memory that may be used in all; null: what the card has free
+    )
+    reserve_gib: float = 1.0  # of ram_gib, left to everything else
+    compute_threads: int = 0  # threads of CPU arithmetic; 0: all cores but one, at most 8
+    drive: DriveConfig = field(default_factory=DriveConfig)
+
+
+@dataclass
+class CacheConfig:
+    """The RAM tier."""
+
+    ram_gib: float | None = (
+        None  # expert cache; 0: only the layer in use; null: all that the RAM plan leaves
+    )
+    sweep_experts: int = 32  # experts read ahead while a prompt goes through a layer
+    table_rows: int = 65536  # rows of n-gram tables kept in RAM
+
+
+@dataclass
+class PrefetchConfig:
+    """Reading ahead."""
+
+    experts: int = 2  # guesses for the next layer, read in the gap; 0 is none
+
+
+@dataclass
+class ServeConfig:
+    """The HTTP server."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    queue: int = 8  # requests that may wait; one more gets 429
+    keep_alive_s: float = 10.0  # a comment frame this often while a stream is silent; 0 is never
+    strict_model: bool = True  # false: any model name in a request means this model
+
+
+@dataclass
+class PathsConfig:
+    """Places on the disk. Relative paths are taken from the folder of run.py."""
+
+    outputs: str = "outputs"  # all that is made
+    artifacts: str = (
+        "${paths.outputs}/artifacts"  # what the set-up stages make; put it on the fastest drive
+    )
+
+
+@dataclass
+class SpotCheckConfig:
+    """How much of the expert pack is compared with the checkpoint."""
+
+    experts: str = "64"  # how many random experts, or `all`
+    seed: int = 0
+
+
+@dataclass
+class VerifyConfig:
+    """How much `verify` computes."""
+
+    documents: int = 40  # held-out documents per language for the perplexity
+    control_documents: int = 8  # of the English ones, for the runs with damage
+
+
+@dataclass
+class RunConfig:
+    """Everything that one run is told."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    hw: HwConfig = field(default_factory=HwConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
+    spot_check: SpotCheckConfig = field(default_factory=SpotCheckConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    stages: list[str] = field(
+        default_factory=lambda: ["serve"]
+    )  # what to run; set-up stages run first where needed
+    force: Any = field(
+        default_factory=list
+    )  # stages to run again; true also lets serve start on a red verify
+    dry_run: bool = False  # only say what would run, and why
+    prompt: str | None = None  # for stages=[chat]
+    system: str | None = None  # system message for stages=[chat]
+    max_tokens: int = 400  # of the answer, for stages=[chat]
+
+    @property
+    def forced_stages(self) -> list[str]:
+        return list(self.force) if isinstance(self.force, list) else []
+
+    @property
+    def is_forced(self) -> bool:
+        return self.force is True
+
+
+# key -> (smallest, largest): one place for all ranges
+_RANGES: dict[str, tuple[float, float]] = {
+    "model.context_tokens": (1, 2**24),
+    "model.prefill_tokens": (1, 2**20),
+    "model.sampling.temperature": (0, 2),
+    "model.sampling.top_k": (0, 2**20),
+    "model.sampling.min_p": (0, 1),
+    "hw.drive.window": (1, 64),
+    "hw.drive.pieces": (1, 64),
+    "hw.drive.simulate_gib_s": (0, 1000),
+    "hw.drive.simulate_latency_us": (0, 1e6),
+    "hw.ram_gib": (0.0625, 2**20),
+    "hw.vram_gib": (0.25, 2**20),
+    "hw.reserve_gib": (0, 2**20),
+    "hw.compute_threads": (0, 1024),
+    "cache.ram_gib": (0, 2**20),
+    "cache.sweep_experts": (1, 512),
+    "cache.table_rows": (0, 2**31),
+    "prefetch.experts": (0, 64),
+    "serve.port": (0, 65535),
+    "serve.queue": (0, 10000),
+    "serve.keep_alive_s": (0, 3600),
+    "verify.documents": (1, 1e6),
+    "verify.control_documents": (1, 1e6),
+    "max_tokens": (1, 2**24),
+}
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Return the sentence that ends an unknown-name message: the nearest right name, then the list."""
+    known = sorted(choices)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    guess = f"did you mean {close[0]!r}? " if close else ""
+    return f"{guess}known: {', '.join(known)}"
+
+
+def known_keys(cls: type = RunConfig, prefix: str = "") -> dict[str, bool]:
+    """Return every dotted key of the schema; the value says whether it is a group of keys."""
+    keys: dict[str, bool] = {}
+    for f in fields(cls):
+        default = f.default_factory() if callable(f.default_factory) else f.default
+        keys[prefix + f.name] = is_dataclass(default)
+        if is_dataclass(default):
+            keys |= known_keys(type(default), f"{prefix}{f.name}.")
+    return keys
+
+
+def load(cfg: DictConfig) -> RunConfig:
+    """Check and convert the composed config; nothing below this line sees Hydra.
+
+    Raises ConfigError with every fault that was found, one sentence each.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        raw = OmegaConf.to_container(cfg, resolve=True)
+        assert isinstance(raw, dict)
+        unknown = _unknown_keys(raw)
+        if unknown:
+            raise ConfigError("; ".join(unknown))
+        run = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), cfg))
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    assert isinstance(run, RunConfig)
+    faults = list(_range_faults(run)) + list(_stage_faults(run))
+    if faults:
+        raise ConfigError("; ".join(faults))
+    return run
+
+
+def _unknown_keys(raw: Mapping[Any, Any], prefix: str = "") -> list[str]:
+    """`+model.topk=3`, which Hydra's own message suggests, would otherwise pass and be ignored."""
+    known = known_keys()
+    found = []
+    for key, value in raw.items():
+        dotted = f"{prefix}{key}"
+        if dotted not in known:
+            level = [
+                k.removeprefix(prefix)
+                for k in known
+                if k.startswith(prefix) and "." not in k.removeprefix(prefix)
+            ]
+            found.append(f"unknown key {dotted!r}: {nearest(str(key), level)}")
+        elif known[dotted] and isinstance(value, Mapping):
+            found += _unknown_keys(value, f"{dotted}.")
+    return found
+
+
+def _range_faults(run: RunConfig) -> Iterable[str]:
+    for key, (low, high) in _RANGES.items():
+        value: Any = run
+        for part in key.split("."):
+            value = getattr(value, part)
+        if value is None:
+            continue
+        if not math.isfinite(value) or value < low:
+            yield f"{key} must be at least {low:g}, got {value:g}"
+        elif value > high:
+            yield f"{key} must be at most {high:g}, got {value:g}"
+    top_p = run.model.sampling.top_p
+    if top_p is not None and not 0 < top_p <= 1:
+        yield f"model.sampling.top_p must be above 0 and at most 1, got {top_p:g}"
+    threads = run.hw.drive.window * run.hw.drive.pieces
+    if threads > 256:
+        yield f"hw.drive.window x hw.drive.pieces makes {threads} reader threads, at most 256"
+    if run.hw.device not in ("auto", "cpu", "cuda"):
+        yield f"hw.device {run.hw.device!r} is unknown: {nearest(run.hw.device, ('auto', 'cpu', 'cuda'))}"
+    if run.spot_check.experts != "all" and not run.spot_check.experts.isdecimal():
+        yield f"spot_check.experts must be a number or all, got {run.spot_check.experts!r}"
+    if run.prompt is not None and not run.prompt.strip():
+        yield 'the prompt is empty: give it as prompt="..."'
+
+
+def _stage_faults(run: RunConfig) -> Iterable[str]:
+    if not isinstance(run.force, (bool, list)):
+        yield f"force must be a list of stages or true, got {run.force!r}"
+    for key, names in (
+        ("stages", run.stages),
+        ("force", run.forced_stages),
+        ("model.setup", run.model.setup),
+    ):
+        for name in names:
+            if name not in STAGES:
+                yield f"unknown stage {name!r} in {key}: {nearest(str(name), STAGES)}"
+    if not run.stages:
+        yield "stages is empty: name at least one, for instance stages=[chat]"
+    if "chat" in run.stages and run.prompt is None:
+        yield 'stages=[chat] needs a prompt: add prompt="..."'

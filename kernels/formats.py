@@ -1,0 +1,106 @@
+"""Number formats <-> bytes, in plain torch: NVFP4 blocks and FP8 rows. Knows no file and no model.
+
+A format's decode is its definition; its encode is for tests, for resident FP8 rows and for synthetic weights.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+NVFP4_GROUP = 16  # columns that share one E4M3 scale
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+
+
+@functools.cache
+def _byte_table(device: torch.device) -> Tensor:
+    """[256] int64: a byte's two E2M1 values as a pair of fp32, low nibble first (one look-up, four times faster)."""
+    codes = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)])
+    byte = torch.arange(256)
+    return (
+        torch.stack([codes[byte & 15], codes[byte >> 4]], dim=1)
+        .view(torch.int64)
+        .flatten()
+        .to(device)
+    )
+
+
+@functools.cache
+def _e4m3_table(device: torch.device) -> Tensor:
+    """[256] fp32: the value of each E4M3 byte."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)
+
+
+def nvfp4_values(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return E2M1(code) * E4M3(scale), exact in fp32 (and in fp16 and bf16); the global scale is left to the caller.
+
+    codes: [N, K/2] uint8, column 2j in the low nibble.  scales: [N, K/16] uint8 (E4M3 bytes) or float8_e4m3fn.
+    Returns [N, K] fp32.
+    """
+    rows, groups = scales.shape
+    values = _byte_table(codes.device).index_select(0, codes.reshape(-1).int()).view(torch.float32)
+    steps = _e4m3_table(codes.device).index_select(0, scales.view(torch.uint8).reshape(-1).int())
+    return (values.view(-1, NVFP4_GROUP) * steps.unsqueeze(1)).view(rows, groups * NVFP4_GROUP)
+
+
+def nvfp4_dequantize(codes: Tensor, scales: Tensor, global_scale: Tensor | float) -> Tensor:
+    """Return the weights that the three parts stand for: [N, K] fp32."""
+    return nvfp4_values(codes, scales) * global_scale
+
+
+def nvfp4_quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Round [N, K] weights to NVFP4: (codes [N, K/2] uint8, scales [N, K/16] float8_e4m3fn, global scale fp32 scalar).
+
+    The global scale is amax / (6 * 448); ties go to the code with the even last bit.
+    """
+    weight = weight.float()
+    rows, columns = weight.shape
+    if columns % NVFP4_GROUP:
+        raise ValueError(f"NVFP4 needs a multiple of {NVFP4_GROUP} columns, got {columns}")
+    amax = weight.abs().amax()
+    global_scale = torch.where(amax > 0, amax / (E2M1_MAX * E4M3_MAX), torch.ones_like(amax))
+    blocks = weight.view(rows, columns // NVFP4_GROUP, NVFP4_GROUP)
+    scales = (
+        (blocks.abs().amax(-1) / E2M1_MAX / global_scale)
+        .clamp(max=E4M3_MAX)
+        .to(torch.float8_e4m3fn)
+    )
+    step = scales.float().unsqueeze(-1) * global_scale
+    scaled = torch.where(
+        step > 0, blocks / step.clamp(min=torch.finfo(torch.float32).tiny), torch.zeros_like(blocks)
+    )
+    codes = _nearest_e2m1(scaled.reshape(rows, columns))
+    return codes[:, 0::2] | (codes[:, 1::2] << 4), scales, global_scale
+
+
+def _nearest_e2m1(values: Tensor) -> Tensor:
+    """Return the 4-bit codes nearest to fp32 values, ties to even: uint8 in 0..15."""
+    table = torch.tensor(E2M1_VALUES, device=values.device)
+    middles = (table[1:] + table[:-1]) / 2
+    magnitude = values.abs()
+    below = torch.bucketize(magnitude, middles, right=False)  # a tie counts as below
+    above = torch.bucketize(magnitude, middles, right=True)
+    code = torch.where(
+        below % 2 == 0, below, above
+    )  # on a tie below + 1 == above: take the even one
+    return (code | torch.where(values < 0, 8, 0)).to(torch.uint8)
+
+
+def fp8_rows_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row to E4M3 with its own scale: (values [N, K] float8_e4m3fn, scales [N] fp32).
+
+    scale = max|row| / 448, or 1 for a row of zeros; nearest even.
+    """
+    weight = weight.float()
+    amax = weight.abs().amax(dim=1)
+    scale = torch.where(amax > 0, amax / E4M3_MAX, torch.ones_like(amax))
+    return (weight / scale.unsqueeze(1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+
+
+def fp8_rows_dequantize(values: Tensor, scales: Tensor) -> Tensor:
+    """Return values * scales per row: [N, K] fp32."""
+    return values.float() * scales.unsqueeze(1)

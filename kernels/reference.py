@@ -1,0 +1,199 @@
+"""Every operation in plain torch: the definition, and what a CPU tensor gets.
+
+Letters: T tokens, H hidden, I expert intermediate, K head size of keys, V head size of values.
+No operation here knows where its weights came from.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.formats import NVFP4_GROUP, nvfp4_values
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * gain over the last dimension; fp32 inside, one rounding at the end.
+
+    x: [..., N].  gain: [N] or broadcastable, fp32 (already 1 + weight where the weights are zero-centred).
+    """
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * gain).to(x.dtype)
+
+
+def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Return x / sqrt(sum(x^2) + eps) over the last dimension."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def linear(x: Tensor, weight: Tensor, row_scale: Tensor | None = None) -> Tensor:
+    """Return x W^T, or (x Q^T) * row_scale for a weight kept as FP8 rows: accumulate first, scale once.
+
+    x: [T, K].  weight: [N, K] in x's dtype or float8_e4m3fn.  row_scale: [N] fp32, only with float8.
+    """
+    if row_scale is None:
+        return F.linear(x, weight)
+    return (F.linear(x.float(), weight.float()) * row_scale).to(x.dtype)
+
+
+def rope_tables(positions: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of the half-split rotation for text positions: [T, rotary_dim / 2] fp32 each."""
+    exponent = (
+        torch.arange(0, rotary_dim, 2, device=positions.device, dtype=torch.float32) / rotary_dim
+    )
+    angle = positions.float().unsqueeze(1) * (1.0 / theta**exponent)
+    return angle.cos(), angle.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + R/2) of the first R dimensions; the rest pass unchanged.
+
+    x: [T, heads, D].  cos, sin: [T, R/2] fp32, rounded to x's dtype first as the reference does.
+    """
+    half = cos.shape[-1]
+    cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
+def causal_conv(
+    x: Tensor, history: Tensor, taps: Tensor, dilation: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Depthwise causal convolution over tokens; the last tap multiplies the current token.
+
+    x: [T, C].  history: [(J - 1) * dilation, C], the tokens before, zeros at the start.  taps: [J, C].
+    Returns ([T, C], the new history).
+    """
+    tokens = x.shape[0]
+    padded = torch.cat([history, x], dim=0)
+    out = padded[:tokens] * taps[0]
+    for j in range(1, taps.shape[0]):
+        out = out + padded[j * dilation : j * dilation + tokens] * taps[j]
+    return out, padded[tokens:]
+
+
+def gated_delta_step(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor
+) -> Tensor:
+    """One token of the gated delta rule, all heads; `state` is changed in place.
+
+    q, k: [heads, K] normalised.  v: [heads, V].  beta, log_decay: [heads].  state: [heads, K, V] fp32.
+    Returns [heads, V] fp32.
+    """
+    state.mul_(log_decay.exp().view(-1, 1, 1))
+    read = torch.bmm(k.unsqueeze(1), state).squeeze(1)
+    state.baddbmm_(k.unsqueeze(2), (beta.unsqueeze(1) * (v - read)).unsqueeze(1))
+    return torch.bmm(q.unsqueeze(1), state).squeeze(1)
+
+
+def gated_delta_chunks(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor, chunk: int = 64
+) -> Tensor:
+    """The gated delta rule over T tokens, in chunks of `chunk`; `state` is changed in place.
+
+    q, k: [heads, T, K] normalised.  v: [heads, T, V].  beta, log_decay: [heads, T].  state: [heads, K, V] fp32.
+    Returns [heads, T, V] fp32. Equal to T single steps up to rounding.
+    """
+    outputs = []
+    for start in range(0, q.shape[1], chunk):
+        part = slice(start, start + chunk)
+        outputs.append(
+            _delta_chunk(
+                q[:, part], k[:, part], v[:, part], beta[:, part], log_decay[:, part], state
+            )
+        )
+    return torch.cat(outputs, dim=1)
+
+
+def _delta_chunk(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor
+) -> Tensor:
+    total = log_decay.cumsum(-1)  # G
+    # differences before the exponential: exp(G_i) / exp(G_j) would overflow; above the diagonal they are positive
+    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
+    k_beta = k * beta.unsqueeze(-1)
+    mix = torch.bmm(k_beta, k.transpose(1, 2)) * decay
+    right = torch.cat([v * beta.unsqueeze(-1), k_beta * total.exp().unsqueeze(-1)], dim=-1)
+    # solve (I + strictly lower mix) X = right; the solver takes the diagonal as ones and ignores what is above
+    solved = torch.linalg.solve_triangular(mix, right, upper=False, unitriangular=True)
+    v_new = solved[..., : v.shape[-1]] - torch.bmm(solved[..., v.shape[-1] :], state)
+    out = torch.bmm(q * total.exp().unsqueeze(-1), state) + torch.bmm(
+        torch.bmm(q, k.transpose(1, 2)) * decay, v_new
+    )
+    last = total[:, -1:]
+    state.mul_(last.exp().unsqueeze(-1))
+    state.baddbmm_((k * (last - total).exp().unsqueeze(-1)).transpose(1, 2), v_new)
+    return out
+
+
+def top_blocks(scores: Tensor, complete: Tensor, budget: int) -> Tensor:
+    """Choose the `budget` best complete blocks of each query; of equal scores the earlier block wins.
+
+    scores: [T, B] fp32.  complete: [T, B] bool.  Returns [T, B] bool with min(budget, complete) true per row.
+    """
+    if scores.shape[1] <= budget:
+        return complete
+    masked = scores.masked_fill(~complete, float("-inf"))
+    threshold = masked.topk(budget, dim=1).values[:, -1:]
+    above = masked > threshold
+    ties = (masked == threshold) & complete
+    room = budget - above.sum(1, keepdim=True)
+    return above | (ties & (ties.cumsum(1) <= room))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    """Grouped-query attention over chosen positions, softmax in fp32, scale 1/sqrt(D).
+
+    q: [T, heads, D].  k, v: [S, kv_heads, D]; query head h uses kv head h // (heads / kv_heads).
+    visible: [T, S] bool, or None when every query sees every key.  Returns [T, heads, D].
+    """
+    tokens, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = (
+        q.view(tokens, kv_heads, heads // kv_heads, dim)
+        .permute(1, 2, 0, 3)
+        .reshape(kv_heads, -1, dim)
+    )
+    scores = torch.bmm(grouped, k.permute(1, 2, 0)).float() * dim**-0.5
+    if visible is not None:
+        scores = scores.view(kv_heads, -1, tokens, k.shape[0]).masked_fill(~visible, float("-inf"))
+        scores = scores.view(kv_heads, -1, k.shape[0])
+    probabilities = scores.softmax(-1).to(v.dtype)
+    out = torch.bmm(probabilities, v.transpose(0, 1))
+    return (
+        out.view(kv_heads, heads // kv_heads, tokens, dim)
+        .permute(2, 0, 1, 3)
+        .reshape(tokens, heads, dim)
+    )
+
+
+def nvfp4_swiglu_expert(
+    x: Tensor, record: Tensor, global_scales: Tensor, intermediate: int
+) -> Tensor:
+    """Apply one NVFP4 expert: down(silu(gate x) * up x), weights dequantised on the way (W4A16, fp32 sums).
+
+    x: [T, H].  record: uint8, at least the payload: gate codes | up codes | down codes | gate, up, down scales.
+    global_scales: [3] fp32 (gate, up, down), applied once to the finished sums.  Returns [T, H] fp32.
+    """
+    hidden = x.shape[1]
+    groups = 3 * hidden * intermediate // NVFP4_GROUP
+    codes_nbytes = groups * NVFP4_GROUP // 2
+    # the three matrices stand in one order in codes and scales alike: one pass decodes them all
+    codes = record[:codes_nbytes].view(groups, NVFP4_GROUP // 2)
+    values = nvfp4_values(
+        codes, record[codes_nbytes : codes_nbytes + groups].view(groups, 1)
+    ).flatten()
+    split = 2 * hidden * intermediate
+    gate_up, down = (
+        values[:split].view(2 * intermediate, hidden),
+        values[split:].view(hidden, intermediate),
+    )
+    both = F.linear(x.float(), gate_up)
+    gate, up = both[:, :intermediate] * global_scales[0], both[:, intermediate:] * global_scales[1]
+    return F.linear(F.silu(gate) * up, down) * global_scales[2]
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Return down(silu(gate x) * up x) for plain weights: [T, H]."""
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)

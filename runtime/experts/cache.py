@@ -1,0 +1,87 @@
+"""The RAM tier's book: which expert is in which row, and who goes. Integers only, one thread only.
+
+LRU over all layers (it beat LFU, segmented LRU and per-layer LRU on recorded routes). Two things are never
+evicted: a row that is pinned (the route in use) and a row in flight (a read is writing it).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from runtime.experts.layout import ExpertKey
+
+
+class ExpertCache:
+    """`num_rows` rows, least recently used first out."""
+
+    def __init__(self, num_rows: int) -> None:
+        if num_rows < 1:
+            raise ValueError(f"a cache needs at least one row, got {num_rows}")
+        self.num_rows = num_rows
+        self._row_of: OrderedDict[ExpertKey, int] = OrderedDict()  # oldest first
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._pins: dict[ExpertKey, int] = {}
+        self._in_flight: set[ExpertKey] = set()
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._free)
+
+    def keys(self) -> list[ExpertKey]:
+        """Return what is here, least recently used first."""
+        return list(self._row_of)
+
+    def row_of(self, key: ExpertKey) -> int | None:
+        """Return the row of an expert that is here or on its way, without touching its age."""
+        return self._row_of.get(key)
+
+    def is_in_flight(self, key: ExpertKey) -> bool:
+        return key in self._in_flight
+
+    def touch(self, key: ExpertKey) -> None:
+        """Make an expert the most recently used."""
+        self._row_of.move_to_end(key)
+
+    def demote(self, key: ExpertKey) -> None:
+        """Make an expert the first to go: a guess that was wrong."""
+        self._row_of.move_to_end(key, last=False)
+
+    def pin(self, key: ExpertKey) -> None:
+        """Protect an expert from eviction; pins count."""
+        if key not in self._row_of:
+            raise KeyError(key)
+        self._pins[key] = self._pins.get(key, 0) + 1
+
+    def unpin(self, key: ExpertKey) -> None:
+        self._pins[key] -= 1
+        if not self._pins[key]:
+            del self._pins[key]
+
+    def admit(self, key: ExpertKey) -> int | None:
+        """Give an absent expert a row, as the most recent and in flight; None when every row is protected."""
+        if key in self._row_of:
+            raise ValueError(f"{key} is already in the cache")
+        if not self._free:
+            victim = next(
+                (k for k in self._row_of if k not in self._pins and k not in self._in_flight), None
+            )
+            if victim is None:
+                return None
+            self._free.append(self._row_of.pop(victim))
+        row = self._free.pop()
+        self._row_of[key] = row
+        self._in_flight.add(key)
+        return row
+
+    def landed(self, key: ExpertKey) -> None:
+        """Note that an admitted expert's bytes are all there."""
+        self._in_flight.remove(key)
+
+    def drop(self, key: ExpertKey) -> None:
+        """Forget an admitted expert whose read failed or was cancelled; its row is free again."""
+        self._in_flight.remove(key)
+        self._pins.pop(key, None)
+        self._free.append(self._row_of.pop(key))

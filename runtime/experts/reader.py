@@ -1,0 +1,128 @@
+"""Read records from the drive with a few threads, in the order that `schedule` decides.
+
+Owns the threads and the open files; knows keys only as labels for error messages.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+
+from conf.schema import DriveConfig
+from runtime.errors import UserError
+from runtime.experts.drive import FileSet, Preadv
+from runtime.experts.layout import ExpertKey, Span
+from runtime.experts.schedule import ReadJob, ReadQueue, cut_spans
+
+
+class ReadError(UserError):
+    """A read that the drive refused or that met an early end of the file."""
+
+
+class DirectReader:
+    """A window of records in flight, each read in parallel pieces straight into the caller's memory."""
+
+    def __init__(
+        self, files: Sequence[Path], config: DriveConfig, preadv: Preadv = os.preadv
+    ) -> None:
+        self._files = FileSet(files, config, preadv)
+        self._num_pieces = config.pieces
+        self._queue = ReadQueue(config.window)
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"reader-{i}", daemon=True)
+            for i in range(config.window * config.pieces)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_direct(self) -> bool:
+        return self._files.is_direct
+
+    def submit(
+        self,
+        key: Hashable,
+        spans: Sequence[Span],
+        buffer: memoryview,
+        is_required: bool = True,
+        on_done: Callable[[ReadJob], None] | None = None,
+    ) -> ReadJob:
+        """Queue one record. `buffer` (page-aligned) belongs to the reader until the job is done or cancelled.
+
+        `on_done` is called once, in a reader thread, when the last piece is back or failed.
+        """
+        job = ReadJob(key, cut_spans(spans, self._num_pieces), buffer, is_required, on_done)
+        with self._changed:
+            if self._is_closing:
+                raise RuntimeError("the reader is closed")
+            self._queue.push(job)
+            self._changed.notify(len(job.pieces))
+        return job
+
+    def promote(self, job: ReadJob) -> None:
+        """Move a guess to the required reads, behind those already there."""
+        with self._changed:
+            self._queue.promote(job)
+            self._changed.notify(len(job.pieces))
+
+    def cancel(self, job: ReadJob) -> bool:
+        """Take a job back if no byte of it was asked for; False when it is too late."""
+        with self._changed:
+            return self._queue.cancel(job)
+
+    def close(self) -> None:
+        """End the threads and close the files; jobs that were never started are dropped."""
+        with self._changed:
+            self._is_closing = True
+            self._queue.drain()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._files.close()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while (taken := self._queue.take()) is None:
+                    if self._is_closing:
+                        return
+                    self._changed.wait()
+            job, piece = taken
+            self._read_piece(job, piece)
+            with self._changed:
+                is_done = self._queue.finish(job)
+                if is_done:
+                    self._changed.notify_all()  # the window moved
+            if is_done and job.on_done is not None:
+                job.on_done(job)
+
+    def _read_piece(self, job: ReadJob, piece: Span) -> None:
+        target = job.buffer[piece.dest : piece.dest + piece.nbytes]
+        try:
+            self._files.read(piece.file_idx, target, piece.offset, piece.need_nbytes)
+        except EOFError as error:
+            ends_at = error.args[0]
+            job.error = ReadError(
+                f"{self._where(job, piece)}: the file ends at byte {ends_at:,}, bytes up to "
+                f"{piece.offset + piece.need_nbytes:,} are needed",
+                "the file is truncated: run the stage that made it again (stages=[spot_check] tells which)",
+            )
+        except OSError as error:
+            job.error = ReadError(
+                f"{self._where(job, piece)}: {error.strerror or error}",
+                "see the kernel log (dmesg): a drive that gives this error may be failing",
+            )
+
+    def _where(self, job: ReadJob, piece: Span) -> str:
+        what = (
+            f"layer {job.key.layer}, expert {job.key.expert}"
+            if isinstance(job.key, ExpertKey)
+            else str(job.key)
+        )
+        return (
+            f"cannot read {what} from {self._files.files[piece.file_idx]} at byte {piece.offset:,}"
+        )

@@ -1,0 +1,150 @@
+"""Which piece of which expert is read next. Pure logic: no thread, no file, no clock.
+
+The rules, in this order:
+- required experts are read one after the other in router order, at most `window` of them in flight, each cut
+  into `pieces` that may run in parallel (all at once is slower: they share the drive and end together);
+- a guess starts only in the gap: when every piece of every required expert has been handed out;
+- pieces of a guess that have not been handed out wait whenever a required expert comes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+
+from runtime.experts.layout import Span
+from runtime.units import PAGE_NBYTES
+
+
+def cut_spans(spans: Sequence[Span], pieces: int) -> list[Span]:
+    """Cut aligned spans into about `pieces` parts of whole pages, at least one per span."""
+    pages = sum(span.nbytes for span in spans) // PAGE_NBYTES
+    size = max(1, -(-pages // pieces)) * PAGE_NBYTES
+    return [
+        Span(
+            span.file_idx,
+            span.offset + at,
+            min(size, span.nbytes - at),
+            max(0, min(size, span.need_nbytes - at)),
+            span.dest + at,
+        )
+        for span in spans
+        for at in range(0, span.nbytes, size)
+    ]
+
+
+class ReadJob:
+    """One record to be read into `buffer`. `error` is set, and `on_done` called, when its last piece is back."""
+
+    __slots__ = (
+        "buffer",
+        "error",
+        "is_done",
+        "is_required",
+        "key",
+        "next_piece",
+        "num_unfinished",
+        "on_done",
+        "pieces",
+    )
+
+    def __init__(
+        self,
+        key: Hashable,
+        pieces: Sequence[Span],
+        buffer: memoryview,
+        is_required: bool,
+        on_done: Callable[[ReadJob], None] | None = None,
+    ) -> None:
+        self.key = key
+        self.pieces = pieces
+        self.buffer = buffer
+        self.is_required = is_required
+        self.on_done = on_done
+        self.next_piece = 0
+        self.num_unfinished = len(pieces)
+        self.is_done = False
+        self.error: Exception | None = None
+
+    @property
+    def is_started(self) -> bool:
+        return self.next_piece > 0
+
+    @property
+    def is_issued(self) -> bool:
+        return self.next_piece == len(self.pieces)
+
+
+class ReadQueue:
+    """The order of reads. The caller serialises access."""
+
+    def __init__(self, window: int) -> None:
+        if window < 1:
+            raise ValueError(f"window must be at least 1, got {window}")
+        self.window = window
+        self._required: deque[ReadJob] = deque()
+        self._guesses: deque[ReadJob] = deque()
+        self._active: list[ReadJob] = []  # started, not done, in starting order
+
+    def push(self, job: ReadJob) -> None:
+        """Add a job behind those of its kind."""
+        (self._required if job.is_required else self._guesses).append(job)
+
+    def promote(self, job: ReadJob) -> None:
+        """Make a guess required: it was right."""
+        if job.is_required or job.is_done:
+            return
+        job.is_required = True
+        if job in self._guesses:
+            self._guesses.remove(job)
+            self._required.append(job)
+
+    def cancel(self, job: ReadJob) -> bool:
+        """Take back a job of which no piece was handed out; False when it is too late."""
+        for waiting in (self._guesses, self._required):
+            if job in waiting:
+                waiting.remove(job)
+                return True
+        return False
+
+    def take(self) -> tuple[ReadJob, Span] | None:
+        """Hand out the next piece, or None while nothing may start."""
+        required = [job for job in self._active if job.is_required]
+        for job in required:
+            if not job.is_issued:
+                return self._hand_out(job)
+        if self._required:
+            return self._start(self._required) if len(required) < self.window else None
+        for job in self._active:
+            if not job.is_issued:
+                return self._hand_out(job)
+        if self._guesses and len(self._active) < self.window:
+            return self._start(self._guesses)
+        return None
+
+    def finish(self, job: ReadJob) -> bool:
+        """Note that one piece is back; True when it was the job's last."""
+        job.num_unfinished -= 1
+        if job.num_unfinished:
+            return False
+        job.is_done = True
+        self._active.remove(job)
+        return True
+
+    def drain(self) -> list[ReadJob]:
+        """Forget and return every job of which no piece was handed out."""
+        waiting = [*self._required, *self._guesses]
+        self._required.clear()
+        self._guesses.clear()
+        return waiting
+
+    def _start(self, waiting: deque[ReadJob]) -> tuple[ReadJob, Span]:
+        job = waiting.popleft()
+        self._active.append(job)
+        return self._hand_out(job)
+
+    @staticmethod
+    def _hand_out(job: ReadJob) -> tuple[ReadJob, Span]:
+        piece = job.pieces[job.next_piece]
+        job.next_piece += 1
+        return job, piece

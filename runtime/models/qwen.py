@@ -1,0 +1,506 @@
+"""Qwen3.8-Flash-Next (`qwen4_exp`), text: every layer, from resident weights and streamed experts.
+
+Owns the arithmetic and the state of one conversation. Knows no file: experts come from an ExpertSource, n-gram
+rows from a RowReader, all other weights from a dict by their checkpoint names less `model.language_model.`.
+
+Letters: T tokens of this call, H hidden, S streams (hyper-connections), D = S * H, E experts.
+The residual R is [T, S, H]; each block reads it through a hyper-connection and adds its output to every stream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import reference as ops
+from runtime.experts.streamer import ExpertSource
+from runtime.models.qwen_weights import QwenSpec
+from runtime.rows import RowReader
+
+KV_GROWTH_TOKENS = 256
+
+
+@dataclasses.dataclass(slots=True)
+class AttentionState:
+    """Keys and values of one attention layer, and the indexer's keys. Buffers grow; `length` tokens are valid."""
+
+    keys: Tensor  # [capacity, kv_heads, head_dim]
+    values: Tensor
+    pooled: (
+        Tensor  # [capacity / block_tokens, index_dim], normed and rotated keys of complete blocks
+    )
+    open_block: (
+        Tensor  # [0..block_tokens - 1, index_dim], raw keys of the block that is not complete
+    )
+
+
+class QwenState:
+    """One conversation. Cannot be rolled back: copy it (`tensors`, `restore`) at the token to return to."""
+
+    def __init__(self, spec: QwenSpec, dtype: torch.dtype, device: torch.device) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.spec = spec
+        self.position = 0
+        self.ngram_context = [spec.eos, spec.eos]  # the two tokens before, oldest first
+        delta_layers = [layer for layer in range(spec.num_layers) if not spec.is_attention[layer]]
+        self.delta = {
+            layer: zeros(spec.value_heads, spec.key_dim, spec.value_dim, dtype=torch.float32)
+            for layer in delta_layers
+        }
+        self.conv = {layer: zeros(spec.conv_kernel - 1, spec.conv_width) for layer in delta_layers}
+        self.ple_conv = zeros((spec.ple_kernel - 1) * spec.ngram_size, spec.streams * spec.hidden)
+        self.attention = {
+            layer: AttentionState(
+                zeros(0, spec.kv_heads, spec.head_dim),
+                zeros(0, spec.kv_heads, spec.head_dim),
+                zeros(0, spec.index_dim),
+                zeros(0, spec.index_dim),
+            )
+            for layer in range(spec.num_layers)
+            if spec.is_attention[layer]
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return a copy of everything that decides the next tokens, as flat tensors."""
+        length, blocks = self.position, self.position // self.spec.block_tokens
+        out = {
+            "position": torch.tensor([self.position]),
+            "ngram_context": torch.tensor(self.ngram_context),
+            "ple_conv": self.ple_conv,
+        }
+        out |= {f"delta.{layer}": state for layer, state in self.delta.items()}
+        out |= {f"conv.{layer}": state for layer, state in self.conv.items()}
+        for layer, state in self.attention.items():
+            out[f"keys.{layer}"] = state.keys[:length]
+            out[f"values.{layer}"] = state.values[:length]
+            out[f"pooled.{layer}"] = state.pooled[:blocks]
+            out[f"open_block.{layer}"] = state.open_block
+        return {name: tensor.clone() for name, tensor in out.items()}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Become the conversation that `tensors` was copied from."""
+        self.position = int(tensors["position"])
+        self.ngram_context = [int(token) for token in tensors["ngram_context"]]
+        self.ple_conv = tensors["ple_conv"].clone()
+        for layer in self.delta:
+            self.delta[layer] = tensors[f"delta.{layer}"].clone()
+            self.conv[layer] = tensors[f"conv.{layer}"].clone()
+        for layer in self.attention:
+            self.attention[layer] = AttentionState(
+                *(
+                    tensors[f"{part}.{layer}"].clone()
+                    for part in ("keys", "values", "pooled", "open_block")
+                )
+            )
+
+
+def _appended(buffer: Tensor, length: int, new: Tensor) -> Tensor:
+    """Return `buffer` with `new` written at `length`, grown where it is too small."""
+    end = length + new.shape[0]
+    if end > buffer.shape[0]:
+        capacity = max(end, buffer.shape[0] + max(KV_GROWTH_TOKENS, buffer.shape[0] // 2))
+        grown = buffer.new_zeros((capacity, *buffer.shape[1:]))
+        grown[:length] = buffer[:length]
+        buffer = grown
+    buffer[length:end] = new
+    return buffer
+
+
+class Mixer:
+    """A hyper-connection read: one block input from all streams."""
+
+    def __init__(self, weights: Mapping[str, Tensor], name: str, spec: QwenSpec) -> None:
+        self.streams, self.eps = spec.streams, spec.eps
+        self.gain = 1.0 + weights[f"{name}.hc_norm.weight"].float().view(spec.streams, spec.hidden)
+        self.down = weights[f"{name}.input_mix_weight_down.weight"]
+        self.up = weights[f"{name}.input_mix_weight_up.weight"]
+
+    def mix(self, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """residual: [T, S, H].  Returns (block input [T, H], the normed streams [T, S * H])."""
+        normed = ops.rms_norm(residual, self.gain, self.eps)
+        flat = normed.flatten(1)
+        lowrank = F.silu(F.linear(flat, self.down) / self.streams)
+        gate = torch.sigmoid(F.linear(lowrank, self.up)).view_as(normed)
+        return (gate * normed).mean(1), flat
+
+
+class BlockMixer(Mixer):
+    """A read in front of a block: also how much of the block's output each stream takes."""
+
+    def __init__(self, weights: Mapping[str, Tensor], name: str, spec: QwenSpec) -> None:
+        super().__init__(weights, name, spec)
+        self.inject = weights[f"{name}.block_inject_weight.weight"]
+
+    def read(self, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """residual: [T, S, H].  Returns (block input [T, H], scalars [T, S, 1])."""
+        mixed, flat = self.mix(residual)
+        return mixed, 2 * torch.sigmoid(F.linear(flat, self.inject) / self.streams).unsqueeze(-1)
+
+
+class Ple:
+    """The hashed n-gram embedding that one layer adds to the streams."""
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], spec: QwenSpec, rows: RowReader, table_scale: float
+    ) -> None:
+        name = f"layers.{spec.ple_layer}.ple"
+        self.spec, self.rows, self.table_scale = spec, rows, table_scale
+        self.multipliers = weights[f"{name}.ple_embedding.layer_multipliers"].cpu()
+        self.sizes = weights[f"{name}.ple_embedding.ngram_heads_vocab_sizes"].cpu()
+        self.offsets = weights[f"{name}.ple_embedding.ngram_heads_offsets"].cpu()
+        self.key, self.value = (
+            weights[f"{name}.key_proj.weight"],
+            weights[f"{name}.value_proj.weight"],
+        )
+        shape = (spec.streams, spec.hidden)
+        self.gain_key = 1.0 + weights[f"{name}.norm_key.weight"].float().view(shape)
+        self.gain_query = 1.0 + weights[f"{name}.norm_query.weight"].float().view(shape)
+        self.gain_conv = 1.0 + weights[f"{name}.norm_conv.weight"].float().view(shape)
+        self.taps = weights[f"{name}.conv1d.weight"].squeeze(1).t().contiguous()  # [kernel, D]
+
+    def row_ids(self, tokens: Sequence[int], context: Sequence[int]) -> list[int]:
+        """Return the table rows of each token, token-major: bigram heads, then trigram heads.
+
+        context: the two tokens before the first. A window that meets the boundary token is cut there; the
+        token itself is not looked at.
+        """
+        eos, heads = self.spec.eos, self.spec.heads_per_ngram
+        history = torch.tensor([*context, *tokens])
+        current, previous, second = history[2:], history[1:-1], history[:-2]
+        second = torch.where(previous == eos, eos, second)
+        m = self.multipliers
+        two = (current * m[0]) ^ (previous * m[1])
+        three = two ^ (second * m[2])
+        hashed = torch.cat(
+            [two.unsqueeze(1).expand(-1, heads), three.unsqueeze(1).expand(-1, heads)], dim=1
+        )
+        rows: list[int] = (self.offsets + hashed % self.sizes).flatten().tolist()
+        return rows
+
+    def embed(self, raw: Tensor, like: Tensor) -> Tensor:
+        """raw: [T * heads, row_nbytes] uint8 (E4M3).  Returns [T, ple_dim] in the dtype and on the device of `like`."""
+        values = raw.to(like.device).view(torch.float8_e4m3fn).float() * self.table_scale
+        return values.to(torch.bfloat16).to(like.dtype).view(-1, self.spec.ple_dim)
+
+    def __call__(self, residual: Tensor, embedding: Tensor, state: QwenState) -> Tensor:
+        """residual: [T, S, H].  embedding: [T, ple_dim].  Returns what is added: [T, S, H]."""
+        eps = self.spec.eps
+        value = F.linear(embedding, self.value)
+        key = ops.rms_norm(F.linear(embedding, self.key).view_as(residual), self.gain_key, eps)
+        query = ops.rms_norm(residual, self.gain_query, eps)
+        score = (key.float() * query.float()).sum(-1, keepdim=True) * self.spec.hidden**-0.5
+        score = score.sign() * score.abs().clamp(min=1e-6).sqrt()
+        update = (torch.sigmoid(score) * value.unsqueeze(1).float()).to(residual.dtype)  # [T, S, H]
+        normed = ops.rms_norm(update, self.gain_conv, eps).flatten(1)
+        convolved, state.ple_conv = ops.causal_conv(
+            normed, state.ple_conv, self.taps, dilation=self.spec.ngram_size
+        )
+        return update + F.silu(convolved).view_as(update)
+
+
+class DeltaNet:
+    """One Gated DeltaNet layer."""
+
+    def __init__(self, weights: Mapping[str, Tensor], layer: int, spec: QwenSpec) -> None:
+        name = f"layers.{layer}.linear_attn"
+        self.spec, self.layer = spec, layer
+
+        def matrix(part: str) -> tuple[Tensor, Tensor | None]:
+            return weights[f"{name}.{part}.weight"], weights.get(f"{name}.{part}.weight_scale")
+
+        self.qkv, self.z, self.out = matrix("in_proj_qkv"), matrix("in_proj_z"), matrix("out_proj")
+        self.beta_decay = torch.cat(
+            [weights[f"{name}.in_proj_b.weight"], weights[f"{name}.in_proj_a.weight"]]
+        )
+        self.taps = (
+            weights[f"{name}.conv1d.weight"].squeeze(1).t().contiguous()
+        )  # [kernel, conv_width]
+        self.rate = -weights[f"{name}.A_log"].float().exp()
+        self.dt_bias = weights[f"{name}.dt_bias"].float()
+        self.norm = weights[f"{name}.norm.weight"].float()
+
+    def __call__(self, x: Tensor, state: QwenState) -> Tensor:
+        """x: [T, H].  Returns [T, H]."""
+        spec, tokens = self.spec, x.shape[0]
+        mixed, state.conv[self.layer] = ops.causal_conv(
+            ops.linear(x, *self.qkv), state.conv[self.layer], self.taps
+        )
+        q, k, v = (
+            F.silu(mixed).float().split([spec.key_width, spec.key_width, spec.value_width], dim=-1)
+        )
+        repeat = spec.value_heads // spec.key_heads  # value head h uses key head h // repeat
+
+        def heads(part: Tensor, dim: int) -> Tensor:  # [T, heads * dim] -> [heads, T, dim]
+            return part.view(tokens, -1, dim).transpose(0, 1)
+
+        q = (
+            ops.l2_norm(heads(q, spec.key_dim)).repeat_interleave(repeat, dim=0)
+            * spec.key_dim**-0.5
+        )
+        k = ops.l2_norm(heads(k, spec.key_dim)).repeat_interleave(repeat, dim=0)
+        v = heads(v, spec.value_dim)
+        b, a = F.linear(x, self.beta_decay).t().split(spec.value_heads)  # [value_heads, T] each
+        beta = torch.sigmoid(b).float()
+        log_decay = self.rate.unsqueeze(1) * F.softplus(a.float() + self.dt_bias.unsqueeze(1))
+        memory = state.delta[self.layer]
+        if tokens == 1:
+            out = ops.gated_delta_step(
+                q[:, 0], k[:, 0], v[:, 0], beta[:, 0], log_decay[:, 0], memory
+            ).unsqueeze(1)
+        else:
+            out = ops.gated_delta_chunks(q, k, v, beta, log_decay, memory)
+        out = ops.rms_norm(out.transpose(0, 1).to(x.dtype), self.norm, spec.eps)
+        gate = torch.sigmoid(ops.linear(x, *self.z).float()).view_as(out)
+        return ops.linear((out.float() * gate).to(x.dtype).flatten(1), *self.out)
+
+
+class Attention:
+    """One full-attention layer with its block indexer."""
+
+    def __init__(self, weights: Mapping[str, Tensor], layer: int, spec: QwenSpec) -> None:
+        name = f"layers.{layer}.self_attn"
+        self.spec, self.layer = spec, layer
+        self.query, self.out = weights[f"{name}.q_proj.weight"], weights[f"{name}.o_proj.weight"]
+        self.key, self.value = weights[f"{name}.k_proj.weight"], weights[f"{name}.v_proj.weight"]
+        self.index = weights[f"{name}.indexer.index_qk_proj.weight"]
+
+        def gain(part: str) -> Tensor:
+            return 1.0 + weights[f"{name}.{part}.weight"].float()
+
+        self.gain_q, self.gain_k = gain("q_norm"), gain("k_norm")
+        self.gain_index_q, self.gain_index_k = (
+            gain("indexer.q_layernorm"),
+            gain("indexer.k_layernorm"),
+        )
+
+    def __call__(self, x: Tensor, state: QwenState, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [T, H].  cos, sin: [T, rotary_dim / 2] of this call's positions.  Returns [T, H]."""
+        spec, tokens, start = self.spec, x.shape[0], state.position
+        cache = state.attention[self.layer]
+        q, gate = (
+            F.linear(x, self.query).view(tokens, spec.heads, 2 * spec.head_dim).chunk(2, dim=-1)
+        )
+        q = ops.apply_rope(ops.rms_norm(q, self.gain_q, spec.eps), cos, sin)
+        k = F.linear(x, self.key).view(tokens, spec.kv_heads, spec.head_dim)
+        k = ops.apply_rope(ops.rms_norm(k, self.gain_k, spec.eps), cos, sin)
+        v = F.linear(x, self.value).view(tokens, spec.kv_heads, spec.head_dim)
+        cache.keys, cache.values = (
+            _appended(cache.keys, start, k),
+            _appended(cache.values, start, v),
+        )
+        index_q = self._update_index(x, cache, start, cos, sin)
+        end = start + tokens
+        keys, values = cache.keys[:end], cache.values[:end]
+        visible = self._visible(index_q, cache, start, tokens)
+        if visible is not None and tokens == 1:  # few of many: gather instead of masking
+            chosen = visible[0].nonzero().squeeze(1)
+            keys, values, visible = keys[chosen], values[chosen], None
+        out = ops.attention(q, keys, values, visible)
+        return F.linear((out * torch.sigmoid(gate)).flatten(1), self.out)
+
+    def _update_index(
+        self, x: Tensor, cache: AttentionState, start: int, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Store the keys of blocks that this call completes; return the indexer's queries [T, heads, dim]."""
+        spec, size = self.spec, self.spec.block_tokens
+        projected = F.linear(x, self.index)
+        index_q, raw = projected.split([spec.index_heads * spec.index_dim, spec.index_dim], dim=-1)
+        raw = torch.cat([cache.open_block, raw])
+        complete = raw.shape[0] // size
+        cache.open_block = raw[complete * size :].clone()
+        if complete:
+            first = start // size
+            pooled = raw[: complete * size].view(complete, size, -1).float().mean(1).to(x.dtype)
+            pooled = ops.rms_norm(pooled, self.gain_index_k, spec.eps)
+            starts = torch.arange(first, first + complete, device=x.device) * size
+            block_cos, block_sin = ops.rope_tables(starts, spec.rotary_dim, spec.rope_theta)
+            pooled = ops.apply_rope(pooled.unsqueeze(1), block_cos, block_sin).squeeze(1)
+            cache.pooled = _appended(cache.pooled, first, pooled)
+        index_q = index_q.view(-1, spec.index_heads, spec.index_dim)
+        return ops.apply_rope(ops.rms_norm(index_q, self.gain_index_q, spec.eps), cos, sin)
+
+    def _visible(
+        self, index_q: Tensor, cache: AttentionState, start: int, tokens: int
+    ) -> Tensor | None:
+        """Return which positions each query attends to: [T, start + T] bool, or None for all."""
+        spec, size, end = self.spec, self.spec.block_tokens, start + tokens
+        device = index_q.device
+        positions = torch.arange(start, end, device=device)
+        blocks = end // size
+        if (
+            blocks <= spec.index_blocks
+        ):  # within the budget every block is chosen: plain causal attention
+            if tokens == 1:
+                return None
+            return positions.unsqueeze(1) >= torch.arange(end, device=device)
+        scores = torch.einsum("thd,bd->thb", index_q.float(), cache.pooled[:blocks].float())
+        scores = scores.relu().sum(1) * spec.index_dim**-0.5
+        num_complete = (
+            positions + 1
+        ) // size  # of each query: only blocks that end at or before it
+        complete = torch.arange(blocks, device=device) < num_complete.unsqueeze(1)
+        chosen = ops.top_blocks(scores, complete, spec.index_blocks).repeat_interleave(size, dim=1)
+        chosen = F.pad(chosen, (0, end - blocks * size))
+        keys = torch.arange(end, device=device)
+        is_open = (keys >= num_complete.unsqueeze(1) * size) & (keys <= positions.unsqueeze(1))
+        return chosen | is_open
+
+
+class Moe:
+    """Router, routed experts and shared expert of one layer."""
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], layer: int, spec: QwenSpec, scales: Tensor
+    ) -> None:
+        """scales: [E, 3] fp32, the global scales (gate, up, down) of this layer's experts."""
+        name = f"layers.{layer}.mlp"
+        self.spec, self.layer, self.scales = spec, layer, scales
+        self.router = weights[f"{name}.gate.weight"]
+        self.shared = tuple(
+            weights[f"{name}.shared_expert.{p}_proj.weight"] for p in ("gate", "up", "down")
+        )
+        self.shared_gate = weights[f"{name}.shared_expert_gate.weight"]
+        self.next_router: Tensor | None = None
+        self.next_ratio: Tensor | None = None
+
+    def expect(self, after: Moe, mixer: Mixer, next_mixer: Mixer) -> None:
+        """Guess the next layer's experts from this layer's input.
+
+        The two inputs are read from nearly the same residual by norms of different gains, so the input is
+        rescaled by the ratio of the gains (mean over the streams) before the next router sees it.
+        """
+        self.next_router = after.router
+        self.next_ratio = (next_mixer.gain.mean(0) / mixer.gain.mean(0)).to(self.router.dtype)
+
+    def __call__(self, x: Tensor, experts: ExpertSource, num_guesses: int) -> Tensor:
+        """x: [T, H].  Returns [T, H]."""
+        probabilities = F.linear(x, self.router).float().softmax(-1)
+        top = probabilities.topk(self.spec.top_k, dim=-1)
+        weights = (top.values / top.values.sum(-1, keepdim=True)).to(x.dtype).float()
+        if x.shape[0] == 1:
+            routed = self._decode(
+                x, top.indices[0], weights[0], experts, self._guesses(x, num_guesses)
+            )
+        else:
+            routed = self._prefill(x, top.indices, weights, experts)
+        shared = torch.sigmoid(F.linear(x, self.shared_gate)) * ops.swiglu(x, *self.shared)
+        return (routed + shared).to(x.dtype)
+
+    def _guesses(self, x: Tensor, num_guesses: int) -> list[int]:
+        if self.next_router is None or self.next_ratio is None or not num_guesses:
+            return []
+        likely = F.linear(x * self.next_ratio, self.next_router)[0].topk(self.spec.top_k).indices
+        guesses: list[int] = likely.tolist()
+        return guesses
+
+    def _decode(
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSource, guesses: Sequence[int]
+    ) -> Tensor:
+        order = (
+            ids.argsort()
+        )  # the sum runs by ascending expert id, as in a prompt, whatever arrives first
+        place = {expert: row for row, expert in enumerate(ids[order].tolist())}
+        rows = torch.empty(len(place), x.shape[1], dtype=torch.float32, device=x.device)
+        for expert, record in experts.fetch(self.layer, ids.tolist(), guesses):
+            rows[place[expert]] = self._expert(x, expert, record)[0]
+        return weights[order].unsqueeze(0) @ rows
+
+    def _prefill(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSource) -> Tensor:
+        out = torch.zeros_like(x, dtype=torch.float32)
+        # (token, choice) pairs grouped by expert; each touched expert is read once
+        order = ids.flatten().argsort(stable=True)
+        tokens = order // ids.shape[1]
+        touched, counts = ids.flatten()[order].unique_consecutive(return_counts=True)
+        pair_weights = weights.flatten()[order].unsqueeze(1)
+        split = counts.tolist()
+        pairs = zip(tokens.split(split), pair_weights.split(split), strict=True)
+        groups = dict(zip(touched.tolist(), pairs, strict=True))
+        for expert, record in experts.sweep(self.layer, list(groups)):
+            chosen, chosen_weights = groups[expert]
+            out.index_add_(0, chosen, self._expert(x[chosen], expert, record) * chosen_weights)
+        return out
+
+    def _expert(self, x: Tensor, expert: int, record: Tensor) -> Tensor:
+        return ops.nvfp4_swiglu_expert(
+            x, record.to(x.device), self.scales[expert], self.spec.intermediate
+        )
+
+
+class QwenModel:
+    """The text model. `prefill` and `decode` advance a state and return logits."""
+
+    def __init__(
+        self,
+        spec: QwenSpec,
+        weights: Mapping[str, Tensor],
+        expert_scales: Tensor,
+        experts: ExpertSource,
+        rows: RowReader,
+        table_scale: float,
+        num_guesses: int,
+    ) -> None:
+        """weights: by checkpoint name less the prefix, in the compute dtype (FP8 rows as float8 with a scale).
+
+        expert_scales: [layers, E, 3] fp32.  num_guesses: 0 leaves the next layer's router alone.
+        """
+        self.spec, self.experts, self.num_guesses = spec, experts, num_guesses
+        self.embedding, self.head = weights["embed_tokens.weight"], weights["lm_head.weight"]
+        layers = range(spec.num_layers)
+        self.attention_mixers = [
+            BlockMixer(weights, f"layers.{i}.attn_hyper_connection", spec) for i in layers
+        ]
+        self.mlp_mixers = [
+            BlockMixer(weights, f"layers.{i}.mlp_hyper_connection", spec) for i in layers
+        ]
+        self.final_mixer = Mixer(weights, "hyper_connection_mixer", spec)
+        self.blocks = [
+            Attention(weights, i, spec) if spec.is_attention[i] else DeltaNet(weights, i, spec)
+            for i in layers
+        ]
+        self.moes = [Moe(weights, i, spec, expert_scales[i]) for i in layers]
+        for i in layers[:-1]:
+            self.moes[i].expect(self.moes[i + 1], self.mlp_mixers[i], self.mlp_mixers[i + 1])
+        self.ple = Ple(weights, spec, rows, table_scale)
+
+    def new_state(self) -> QwenState:
+        """Return the state of an empty conversation."""
+        return QwenState(self.spec, self.embedding.dtype, self.embedding.device)
+
+    def prefill(self, tokens: Sequence[int], state: QwenState, all_logits: bool = False) -> Tensor:
+        """Take in several tokens, layer by layer: fp32 logits [1, vocab] of the last, or [T, vocab] of all."""
+        return self._forward(tokens, state, all_logits)
+
+    def decode(self, token: int, state: QwenState) -> Tensor:
+        """Take in one token: fp32 logits [1, vocab]."""
+        return self._forward([token], state, all_logits=False)
+
+    @torch.inference_mode()
+    def _forward(self, tokens: Sequence[int], state: QwenState, all_logits: bool) -> Tensor:
+        spec, ple = self.spec, self.ple
+        device = self.embedding.device
+        # the rows are asked for before the first layer and needed after it
+        request = ple.rows.request(ple.row_ids(tokens, state.ngram_context))
+        hidden = self.embedding[torch.tensor(tokens, device=device)]
+        residual = hidden.unsqueeze(1).repeat(1, spec.streams, 1)
+        positions = torch.arange(state.position, state.position + len(tokens), device=device)
+        cos, sin = ops.rope_tables(positions, spec.rotary_dim, spec.rope_theta)
+        for layer, block in enumerate(self.blocks):
+            if layer == spec.ple_layer:
+                embedding = ple.embed(ple.rows.collect(request), residual)
+                residual = residual + ple(residual, embedding, state)
+            x, amount = self.attention_mixers[layer].read(residual)
+            y = block(x, state, cos, sin) if isinstance(block, Attention) else block(x, state)
+            residual = residual + amount * y.unsqueeze(1)
+            x, amount = self.mlp_mixers[layer].read(residual)
+            y = self.moes[layer](x, self.experts, self.num_guesses)
+            residual = residual + amount * y.unsqueeze(1)
+        state.ngram_context = [*state.ngram_context, *tokens][-2:]
+        state.position += len(tokens)
+        x, _ = self.final_mixer.mix(residual if all_logits else residual[-1:])
+        return F.linear(x, self.head).float()
