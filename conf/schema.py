@@ -187,6 +187,8 @@ class RunConfig:
 
     @property
     def forced_stages(self) -> list[str]:
+        if isinstance(self.force, str):
+            return [self.force]
         return list(self.force) if isinstance(self.force, list) else []
 
     @property
@@ -309,7 +311,7 @@ def _range_faults(run: RunConfig) -> Iterable[str]:
 
 
 def _stage_faults(run: RunConfig) -> Iterable[str]:
-    if not isinstance(run.force, (bool, list)):
+    if not isinstance(run.force, (bool, list, str)):
         yield f"force must be a list of stages or true, got {run.force!r}"
     for key, names in (
         ("stages", run.stages),

@@ -74,6 +74,14 @@ class DirectReader:
         with self._changed:
             return self._queue.cancel(job)
 
+    def wait(self, job: ReadJob) -> None:
+        """Wait until a job is done; raise its error."""
+        with self._changed:
+            while not job.is_done:
+                self._changed.wait()
+        if job.error is not None:
+            raise job.error
+
     def close(self) -> None:
         """End the threads and close the files; jobs that were never started are dropped."""
         with self._changed:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -40,6 +40,14 @@ class ExpertSource(Protocol):
         """Yield each of `ids` once, in the order given; what decoding keeps warm stays warm."""
 
     def close(self) -> None: ...
+
+
+class _Ahead(NamedTuple):
+    """An expert that a sweep will yield soon."""
+
+    key: ExpertKey
+    staging: int | None  # its staging row; None: it is in the cache
+    job: ReadJob | None  # its read; None: it is there already
 
 
 class ExpertStreamer:
@@ -198,15 +206,11 @@ class ExpertStreamer:
         self._settle()
         self._judge_guesses(())
         pinned = self._open_pins()
-        for job in self._staged:
-            self._wait_for(
-                job
-            )  # an abandoned sweep's: its row must not be handed out while it is written
+        for abandoned in self._staged:  # its row must not be handed out while it is written
+            self._wait_for(abandoned)
         self._staged = []
         free = deque(self._staging)
-        ahead: deque[tuple[ExpertKey, int | None, ReadJob | None]] = (
-            deque()
-        )  # staging row, or None for the cache
+        ahead: deque[_Ahead] = deque()
         upcoming = deque(ExpertKey(layer, expert) for expert in ids)
         try:
             while upcoming or ahead:
@@ -227,9 +231,7 @@ class ExpertStreamer:
         finally:
             self._release(pinned)
 
-    def _look_ahead(
-        self, key: ExpertKey, free: deque[int], pinned: list[ExpertKey]
-    ) -> tuple[ExpertKey, int | None, ReadJob | None]:
+    def _look_ahead(self, key: ExpertKey, free: deque[int], pinned: list[ExpertKey]) -> _Ahead:
         if self.cache.row_of(key) is not None:
             self.counters.sweep_hits += 1
             coming = self._jobs.get(key)
@@ -241,11 +243,11 @@ class ExpertStreamer:
                 row = free.popleft()
                 job = self._submit(key, row, is_required=True)
                 self._staged.append(job)
-                return key, row, job
+                return _Ahead(key, row, job)
             coming = self._read(key, is_required=True)  # nobody is evicted: the cache starts warm
         self.cache.pin(key)
         pinned.append(key)
-        return key, None, coming
+        return _Ahead(key, None, coming)
 
     # ---- arrivals ---------------------------------------------------------------------------------------------
 

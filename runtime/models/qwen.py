@@ -1,7 +1,8 @@
 """Qwen3.8-Flash-Next (`qwen4_exp`), text: every layer, from resident weights and streamed experts.
 
-Owns the arithmetic and the state of one conversation. Knows no file: experts come from an ExpertSource, n-gram
-rows from a RowReader, all other weights from a dict by their checkpoint names less `model.language_model.`.
+Owns the arithmetic and the state of one conversation. Its classes know no file: experts come from an ExpertSource,
+n-gram rows from a RowReader, all other weights from a dict by their checkpoint names less `model.language_model.`.
+The functions at the end put a model together from what the stages made.
 
 Letters: T tokens of this call, H hidden, S streams (hyper-connections), D = S * H, E experts.
 The residual R is [T, S, H]; each block reads it through a hyper-connection and adds its output to every stream.
@@ -10,16 +11,35 @@ The residual R is [T, S, H]; each block reads it through a hyper-connection and 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from conf.schema import RunConfig
 from kernels import reference as ops
+from runtime.budget import ModelSizes
+from runtime.checkpoint import bytes_to_tensor, read_extent, read_header
+from runtime.errors import UserError
+from runtime.experts.layout import Nvfp4Shape, PackedLayout
+from runtime.experts.reader import DirectReader
 from runtime.experts.streamer import ExpertSource
-from runtime.models.qwen_weights import QwenSpec
+from runtime.models.qwen_weights import (
+    RESIDENTS_NAME,
+    TABLES_NAME,
+    QwenSpec,
+    read_pack_scalars,
+    table_from_json,
+)
 from runtime.rows import RowReader
+
+if TYPE_CHECKING:
+    from runtime.engine import EngineFiles
 
 KV_GROWTH_TOKENS = 256
 
@@ -146,11 +166,9 @@ class BlockMixer(Mixer):
 class Ple:
     """The hashed n-gram embedding that one layer adds to the streams."""
 
-    def __init__(
-        self, weights: Mapping[str, Tensor], spec: QwenSpec, rows: RowReader, table_scale: float
-    ) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], spec: QwenSpec, table_scale: float) -> None:
         name = f"layers.{spec.ple_layer}.ple"
-        self.spec, self.rows, self.table_scale = spec, rows, table_scale
+        self.spec, self.table_scale = spec, table_scale
         self.multipliers = weights[f"{name}.ple_embedding.layer_multipliers"].cpu()
         self.sizes = weights[f"{name}.ple_embedding.ngram_heads_vocab_sizes"].cpu()
         self.offsets = weights[f"{name}.ple_embedding.ngram_heads_offsets"].cpu()
@@ -449,7 +467,8 @@ class QwenModel:
 
         expert_scales: [layers, E, 3] fp32.  num_guesses: 0 leaves the next layer's router alone.
         """
-        self.spec, self.experts, self.num_guesses = spec, experts, num_guesses
+        self.spec, self.experts, self.rows, self.num_guesses = spec, experts, rows, num_guesses
+        self.dense_nbytes = _dense_nbytes(spec, weights)
         self.embedding, self.head = weights["embed_tokens.weight"], weights["lm_head.weight"]
         layers = range(spec.num_layers)
         self.attention_mixers = [
@@ -466,7 +485,11 @@ class QwenModel:
         self.moes = [Moe(weights, i, spec, expert_scales[i]) for i in layers]
         for i in layers[:-1]:
             self.moes[i].expect(self.moes[i + 1], self.mlp_mixers[i], self.mlp_mixers[i + 1])
-        self.ple = Ple(weights, spec, rows, table_scale)
+        self.ple = Ple(weights, spec, table_scale)
+
+    def expert_scales(self, layer: int, expert: int) -> Tensor:
+        """Return an expert's global scales (gate, up, down): [3] fp32."""
+        return self.moes[layer].scales[expert]
 
     def new_state(self) -> QwenState:
         """Return the state of an empty conversation."""
@@ -485,14 +508,14 @@ class QwenModel:
         spec, ple = self.spec, self.ple
         device = self.embedding.device
         # the rows are asked for before the first layer and needed after it
-        request = ple.rows.request(ple.row_ids(tokens, state.ngram_context))
+        request = self.rows.request(ple.row_ids(tokens, state.ngram_context))
         hidden = self.embedding[torch.tensor(tokens, device=device)]
         residual = hidden.unsqueeze(1).repeat(1, spec.streams, 1)
         positions = torch.arange(state.position, state.position + len(tokens), device=device)
         cos, sin = ops.rope_tables(positions, spec.rotary_dim, spec.rope_theta)
         for layer, block in enumerate(self.blocks):
             if layer == spec.ple_layer:
-                embedding = ple.embed(ple.rows.collect(request), residual)
+                embedding = ple.embed(self.rows.collect(request), residual)
                 residual = residual + ple(residual, embedding, state)
             x, amount = self.attention_mixers[layer].read(residual)
             y = block(x, state, cos, sin) if isinstance(block, Attention) else block(x, state)
@@ -504,3 +527,85 @@ class QwenModel:
         state.position += len(tokens)
         x, _ = self.final_mixer.mix(residual if all_logits else residual[-1:])
         return F.linear(x, self.head).float()
+
+
+def _dense_nbytes(spec: QwenSpec, weights: Mapping[str, Tensor]) -> int:
+    """Return the bytes that one token reads at least: residents without the embedding table, and its experts."""
+    residents = sum(w.nbytes for name, w in weights.items() if name != "embed_tokens.weight")
+    shape = Nvfp4Shape(spec.hidden, spec.intermediate)
+    return residents + spec.num_layers * spec.top_k * shape.payload_nbytes
+
+
+# ---- what Engine.open asks of a family -----------------------------------------------------------------------------
+
+
+def read_spec(snapshot: Path) -> QwenSpec:
+    """Read and check a snapshot's config.json."""
+    return QwenSpec.from_config(json.loads((snapshot / "config.json").read_text()))
+
+
+def check_context(spec: QwenSpec, context_tokens: int) -> None:
+    """Refuse a window that the model was not made for."""
+    if context_tokens > spec.max_positions:
+        raise UserError(
+            f"model.context_tokens is {context_tokens}, the model was made for {spec.max_positions}",
+            f"set model.context_tokens={spec.max_positions} or less",
+        )
+
+
+def model_sizes(
+    spec: QwenSpec, residents: Path, layout: PackedLayout, context_tokens: int, dtype: torch.dtype
+) -> ModelSizes:
+    """Return what the memory plan needs to know."""
+    size = dtype.itemsize
+    residents_nbytes = sum(
+        math.prod(info.shape) * (1 if info.dtype == "F8_E4M3" else size)
+        for info in read_header(residents / RESIDENTS_NAME).values()
+    )
+    num_attention = sum(spec.is_attention)
+    token = 2 * spec.kv_heads * spec.head_dim + spec.index_dim / spec.block_tokens
+    delta = (
+        4 * spec.value_heads * spec.key_dim * spec.value_dim
+        + size * (spec.conv_kernel - 1) * spec.conv_width
+    )
+    state = (
+        num_attention * token * size * context_tokens + (spec.num_layers - num_attention) * delta
+    )
+    return ModelSizes(
+        residents_nbytes=residents_nbytes,
+        state_nbytes=int(state),
+        record_nbytes=layout.record_nbytes,
+        num_layers=spec.num_layers,
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+    )
+
+
+def open_model(
+    spec: QwenSpec,
+    files: EngineFiles,
+    experts: ExpertSource,
+    config: RunConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> QwenModel:
+    """Load the residents and open the n-gram table."""
+    weights = load_residents(files.residents / RESIDENTS_NAME, device, dtype)
+    tables = json.loads((files.residents / TABLES_NAME).read_text())
+    table, table_scale = table_from_json(tables, files.snapshot)
+    reader = DirectReader(sorted({part.file for part in table.parts}), config.hw.drive)
+    rows = RowReader(table, reader, config.cache.table_rows)
+    scalars = read_pack_scalars(files.pack, spec)
+    scales = torch.tensor(scalars).view(spec.num_layers, spec.num_experts, -1)[..., :3].contiguous()
+    guesses = config.prefetch.experts
+    return QwenModel(spec, weights, scales.to(device), experts, rows, table_scale, guesses)
+
+
+def load_residents(file: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Load the residents file: floats in the compute dtype, FP8 rows and their scales and integers as they are."""
+    weights = {}
+    for name, info in read_header(file).items():
+        tensor = bytes_to_tensor(read_extent(info.extent), info.dtype, info.shape)
+        keeps_dtype = info.dtype in ("F8_E4M3", "I64") or name.endswith(".weight_scale")
+        weights[name] = tensor.to(device) if keeps_dtype else tensor.to(device, dtype)
+    return weights

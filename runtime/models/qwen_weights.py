@@ -10,16 +10,20 @@ import dataclasses
 import math
 import re
 import struct
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint import Checkpoint, CheckpointError, Extent, TensorInfo, read_extent
 from runtime.errors import UserError
-from runtime.experts.layout import SCALARS_PER_EXPERT, ExpertKey, Nvfp4Shape
+from runtime.experts.layout import PACK_SCALARS, SCALARS_PER_EXPERT, ExpertKey, Nvfp4Shape
 from runtime.rows import RowTable
 
 PREFIX = "model.language_model."
+RESIDENTS_NAME = "residents.safetensors"
+TABLES_NAME = "tables.json"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 FP8_ROW_TAILS = (
     "linear_attn.in_proj_qkv.weight",
@@ -172,23 +176,23 @@ class QwenSpec:
             add_mixer(f"{at}attn_hyper_connection")
             add_mixer(f"{at}mlp_hyper_connection")
             block = self._attention_shapes() if self.is_attention[layer] else self._delta_shapes()
-            shapes |= {
-                f"{PREFIX}{at}{name}": shape for name, shape in (block | self._moe_shapes()).items()
-            }
+            block |= self._moe_shapes() | (self._ple_shapes() if layer == self.ple_layer else {})
+            shapes |= {f"{PREFIX}{at}{name}": shape for name, shape in block.items()}
+        return shapes
+
+    def _ple_shapes(self) -> dict[str, tuple[int, ...]]:
+        h, d = self.hidden, self.streams * self.hidden
         ngram_heads = (self.ngram_size - 1) * self.heads_per_ngram
-        ple: dict[str, tuple[int, ...]] = {
-            "key_proj.weight": (d, self.ple_dim),
-            "value_proj.weight": (h, self.ple_dim),
-            "norm_key.weight": (d,),
-            "norm_query.weight": (d,),
-            "norm_conv.weight": (d,),
-            "conv1d.weight": (d, 1, self.ple_kernel),
-            "ple_embedding.layer_multipliers": (self.ngram_size,),
-            "ple_embedding.ngram_heads_vocab_sizes": (ngram_heads,),
-            "ple_embedding.ngram_heads_offsets": (ngram_heads,),
-        }
-        return shapes | {
-            f"{PREFIX}layers.{self.ple_layer}.ple.{name}": shape for name, shape in ple.items()
+        return {
+            "ple.key_proj.weight": (d, self.ple_dim),
+            "ple.value_proj.weight": (h, self.ple_dim),
+            "ple.norm_key.weight": (d,),
+            "ple.norm_query.weight": (d,),
+            "ple.norm_conv.weight": (d,),
+            "ple.conv1d.weight": (d, 1, self.ple_kernel),
+            "ple.ple_embedding.layer_multipliers": (self.ngram_size,),
+            "ple.ple_embedding.ngram_heads_vocab_sizes": (ngram_heads,),
+            "ple.ple_embedding.ngram_heads_offsets": (ngram_heads,),
         }
 
     def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -389,7 +393,7 @@ def all_experts(spec: QwenSpec) -> Iterator[ExpertKey]:
             yield ExpertKey(layer, expert)
 
 
-def table_to_json(table: RowTable, scale: float, root: Any) -> dict[str, Any]:
+def table_to_json(table: RowTable, scale: float, root: Path) -> dict[str, Any]:
     """Describe a table by files relative to the snapshot, so that an engine need not read any header again."""
     return {
         "rows_per_part": table.rows_per_part,
@@ -401,8 +405,20 @@ def table_to_json(table: RowTable, scale: float, root: Any) -> dict[str, Any]:
     }
 
 
-def table_from_json(data: Mapping[str, Any], root: Any) -> tuple[RowTable, float]:
+def table_from_json(data: Mapping[str, Any], root: Path) -> tuple[RowTable, float]:
     """Undo `table_to_json` for a snapshot at `root`."""
     parts: Sequence[Any] = data["parts"]
     extents = tuple(Extent(root / file, offset, nbytes) for file, offset, nbytes in parts)
     return RowTable(extents, data["rows_per_part"], data["row_nbytes"]), data["scale"]
+
+
+def read_pack_scalars(pack: Path, spec: QwenSpec) -> array[float]:
+    """Return the scalars of every expert, block-major, six each, as repack checked and wrote them."""
+    values = array("f", (pack / PACK_SCALARS).read_bytes())
+    if len(values) != spec.num_layers * spec.num_experts * SCALARS_PER_EXPERT:
+        raise UserError(
+            f"{pack / PACK_SCALARS} has {len(values)} values, expected "
+            f"{spec.num_layers * spec.num_experts * SCALARS_PER_EXPERT}",
+            "run the repack stage again: force=[repack]",
+        )
+    return values

@@ -1,0 +1,197 @@
+"""Compose the config, run the wanted stages, print errors without a traceback.
+
+python run.py                                              set up the bundled tiny model, then serve it
+python run.py stages=[chat] prompt="Tell me a story."      one answer on the terminal
+python run.py --help                                       every group and key
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+ROOT = Path(__file__).resolve().parent
+CONF = ROOT / "conf"
+FREE_TEXT = (
+    "prompt",
+    "system",
+    "model.path",
+    "paths.outputs",
+    "paths.artifacts",
+)  # values that need no quoting
+
+exit_code = 0
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line. Returns the exit code: 0, 1 failure, 2 wrong use, 3 wrong bytes or numbers, 4 busy."""
+    from conf.schema import ConfigError
+    from runtime.errors import UserError
+
+    signal.signal(signal.SIGTERM, _on_term)
+    try:
+        sys.argv[1:] = prepare(argv)
+        _compose_and_run()
+    except (ConfigError, UserError) as error:
+        return report(error)
+    except KeyboardInterrupt:
+        print(
+            "\nstopped; what is finished is kept, and the same command goes on from there",
+            file=sys.stderr,
+        )
+        return 130
+    except BrokenPipeError:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # nobody reads stdout any more
+        return 0
+    return exit_code
+
+
+def report(error: Exception) -> int:
+    """Print an expected error, at most two lines, and return its exit code."""
+    from runtime.errors import UserError
+
+    print(f"error: {error}", file=sys.stderr)
+    return error.exit_code if isinstance(error, UserError) else 2
+
+
+def _on_term(_signum: int, _frame: FrameType | None) -> None:
+    print("terminated; what is finished is kept", file=sys.stderr)
+    raise SystemExit(143)
+
+
+def _compose_and_run() -> None:
+    import hydra
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import DictConfig
+
+    from conf.schema import ConfigError, RunConfig, load
+    from runtime.errors import UserError
+
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+
+    def task(cfg: DictConfig) -> None:
+        global exit_code
+        try:
+            run_stages(load(cfg))
+        except (ConfigError, UserError) as error:  # of a sweep, the other points still run
+            exit_code = report(error)
+
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+
+
+def run_stages(cfg: object) -> None:
+    """Run (or, with dry_run, explain) what a checked config asks for."""
+    from conf.schema import RunConfig
+    from stages.core import Runner
+
+    assert isinstance(cfg, RunConfig)
+    runner = Runner(cfg, absolute(cfg.paths.artifacts))
+    if cfg.dry_run:
+        for name, decision in runner.explain(cfg.stages):
+            print(f"{name}: {decision}")
+        return
+    runner.run(cfg.stages)
+
+
+def absolute(path: str) -> Path:
+    """Return a configured path; relative ones are taken from the folder of run.py."""
+    expanded = Path(path).expanduser()
+    return expanded if expanded.is_absolute() else ROOT / expanded
+
+
+# ---- the command line, before Hydra sees it --------------------------------------------------------------------------
+
+
+def prepare(argv: list[str]) -> list[str]:
+    """Check overrides and quote free text, so that nobody has to know Hydra's grammar to write a sentence.
+
+    Raises UsageError for an unknown group choice or key, with the nearest right name, and for bad text.
+    """
+    from runtime.errors import UsageError
+
+    for word in argv:
+        if any(0xDC80 <= ord(c) <= 0xDCFF for c in word):
+            raise UsageError(
+                f"the argument {word.encode('utf-8', 'surrogateescape')!r} is not valid UTF-8",
+                "set a UTF-8 locale (LC_ALL=C.UTF-8), or convert the text with iconv",
+            )
+    prepared = [_prepare_override(word) for word in argv]
+    _check_outputs(prepared)
+    return prepared
+
+
+def _prepare_override(word: str) -> str:
+    match = re.fullmatch(r"(\+{0,2}|~)([A-Za-z_][\w.@/]*)(=)?(.*)", word, re.DOTALL)
+    if match is None or word.startswith("-"):
+        return word
+    prefix, key, equals, value = match.groups()
+    if not key.startswith("hydra"):
+        _check_key(prefix + key, key, value)
+    if equals and key in FREE_TEXT and value not in ("null", ""):
+        return f"{prefix}{key}={_quoted(value)}"
+    return word
+
+
+def _quoted(value: str) -> str:
+    """Return Hydra's quoted form of a text, unless it is quoted already."""
+    if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
+        return value
+    escaped = re.sub(r'(\\*)"', lambda m: m[1] * 2 + '\\"', value)
+    if (tail := re.search(r"\\+$", escaped)) is not None:
+        escaped += tail[0]
+    return '"' + escaped.replace("${", "\\${") + '"'
+
+
+def _check_key(shown: str, key: str, value: str) -> None:
+    from conf.schema import known_keys, nearest
+    from runtime.errors import UsageError
+
+    keys = known_keys()
+    groups = {
+        path.name for path in CONF.iterdir() if path.is_dir() and any(path.glob("*.yaml"))
+    } - {"local"}
+    if key in groups:
+        choices = [path.stem for path in (CONF / key).glob("*.yaml")]
+        for choice in filter(None, value.split(",")):
+            if choice not in choices:
+                raise UsageError(f"there is no {key}={choice}", nearest(choice, choices))
+        return
+    if key not in keys:
+        parent = key.rpartition(".")[0]
+        level = [k for k in keys if k.rpartition(".")[0] == parent] or [
+            k for k in keys if "." not in k
+        ]
+        raise UsageError(f"unknown key {shown!r}", nearest(key, level))
+
+
+def _check_outputs(argv: list[str]) -> None:
+    """Say early that the output folder cannot be written: Hydra would end with a traceback."""
+    from runtime.errors import UserError
+
+    if any(
+        word in ("--help", "-h", "--cfg", "-c", "--info", "-i", "--hydra-help", "--version")
+        for word in argv
+    ):
+        return
+    given = [
+        word.partition("=")[2].strip("'\"") for word in argv if word.startswith("paths.outputs=")
+    ]
+    outputs = absolute(given[-1] if given else "outputs")
+    existing = next(path for path in (outputs, *outputs.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(
+            f"the output folder {outputs} cannot be written",
+            "set paths.outputs=DIR to a folder that you may write to",
+        )
+
+
+if __name__ == "__main__":
+    logging.captureWarnings(True)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,132 @@
+"""One memory plan, made before anything is loaded. Pure arithmetic: sizes in, sizes and warnings out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.errors import UserError
+from runtime.units import GIB, format_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What a model needs, in bytes and counts."""
+
+    residents_nbytes: int
+    state_nbytes: int  # one conversation at the full window
+    record_nbytes: int
+    num_layers: int
+    num_experts: int
+    top_k: int
+
+    @property
+    def token_experts(self) -> int:
+        """Experts that one token uses, over all layers."""
+        return self.num_layers * self.top_k
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Who gets which RAM."""
+
+    limit_nbytes: int
+    residents_nbytes: int
+    state_nbytes: int
+    record_nbytes: int
+    cache_rows: int
+    sweep_rows: int
+    warnings: tuple[str, ...]
+
+    @property
+    def cache_nbytes(self) -> int:
+        return self.cache_rows * self.record_nbytes
+
+    @property
+    def total_nbytes(self) -> int:
+        return (
+            self.residents_nbytes
+            + self.state_nbytes
+            + (self.cache_rows + self.sweep_rows) * self.record_nbytes
+        )
+
+    def format(self) -> str:
+        """Return the plan on one line."""
+        return (
+            f"RAM plan: residents {format_nbytes(self.residents_nbytes)}, state {format_nbytes(self.state_nbytes)}, "
+            f"expert cache {format_nbytes(self.cache_nbytes)} ({self.cache_rows} experts), prompt staging "
+            f"{format_nbytes(self.sweep_rows * self.record_nbytes)}; {format_nbytes(self.total_nbytes)} of "
+            f"{format_nbytes(self.limit_nbytes)}"
+        )
+
+
+def ram_limit(
+    wanted_gib: float | None, total: tuple[int, str], available: tuple[int, str], reserve_gib: float
+) -> int:
+    """Return the RAM that a run may use in all: hw.ram_gib, or what is available, less the reserve.
+
+    total, available: (bytes, where the number comes from).
+    """
+    if wanted_gib is None:
+        return max(0, available[0] - int(reserve_gib * GIB))
+    if wanted_gib * GIB > total[0]:
+        raise UserError(
+            f"hw.ram_gib is {wanted_gib:g} GiB, but this machine has {total[0] / GIB:.1f} GiB ({total[1]})",
+            f"set hw.ram_gib={total[0] / GIB:.1f} or less, or leave it out",
+        )
+    return max(0, int((wanted_gib - reserve_gib) * GIB))
+
+
+def plan_memory(
+    sizes: ModelSizes, limit_nbytes: int, cache_gib: float | None, sweep_experts: int
+) -> MemoryPlan:
+    """Give the expert cache what was asked for, or all that is left; refuse with numbers when it cannot fit.
+
+    The cache has at least one layer's route (top-k) and at most every expert.
+    """
+    all_experts = sizes.num_layers * sizes.num_experts
+    fixed = sizes.residents_nbytes + sizes.state_nbytes
+    if cache_gib is None:
+        sweep_rows = min(sweep_experts, sizes.num_experts)
+        rows = min(all_experts, (limit_nbytes - fixed) // sizes.record_nbytes - sweep_rows)
+        if (
+            rows < sizes.top_k and sweep_rows > 1
+        ):  # little room: the prompt's staging gives way first
+            sweep_rows = 1
+            rows = min(all_experts, (limit_nbytes - fixed) // sizes.record_nbytes - sweep_rows)
+        if rows < sizes.top_k:
+            need = fixed + (sizes.top_k + 1) * sizes.record_nbytes
+            raise UserError(
+                f"this model needs {format_nbytes(need)} of RAM at least, the plan may use "
+                f"{format_nbytes(max(0, limit_nbytes))}",
+                "free memory, raise hw.ram_gib, lower hw.reserve_gib or model.context_tokens",
+            )
+    else:
+        sweep_rows = min(sweep_experts, sizes.num_experts)
+        rows = min(all_experts, max(sizes.top_k, int(cache_gib * GIB) // sizes.record_nbytes))
+    plan = MemoryPlan(
+        limit_nbytes,
+        sizes.residents_nbytes,
+        sizes.state_nbytes,
+        sizes.record_nbytes,
+        rows,
+        sweep_rows,
+        _warnings(sizes, rows, cache_gib),
+    )
+    if plan.total_nbytes > limit_nbytes:
+        room = max(0, limit_nbytes - fixed - sweep_rows * sizes.record_nbytes)
+        raise UserError(
+            f"cache.ram_gib={cache_gib:g} makes a plan of {format_nbytes(plan.total_nbytes)}, but "
+            f"{format_nbytes(limit_nbytes)} of RAM may be used",
+            f"set cache.ram_gib={int(room / GIB * 100) / 100:g} or less, or raise hw.ram_gib",
+        )
+    return plan
+
+
+def _warnings(sizes: ModelSizes, rows: int, cache_gib: float | None) -> tuple[str, ...]:
+    need = sizes.token_experts
+    if rows >= need or cache_gib == 0:
+        return ()
+    return (
+        f"the expert cache holds {rows} experts, one token uses {need}: under LRU nearly nothing is found again; "
+        f"cache.ram_gib={need * sizes.record_nbytes / GIB:.3g} would hold one token's experts",
+    )

@@ -1,0 +1,140 @@
+"""What this machine has, and how fast it is: RAM with container limits, cores, device, drive and memory rates."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections import deque
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+
+from runtime.errors import UserError
+from runtime.experts.arena import HostArena
+from runtime.experts.layout import ExpertKey, ExpertLayout
+from runtime.experts.reader import DirectReader
+from runtime.experts.schedule import ReadJob
+from runtime.units import GIB
+
+CGROUP_V2 = Path("/sys/fs/cgroup")
+CGROUP_V1_LIMIT = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def total_ram_nbytes() -> tuple[int, str]:
+    """Return the RAM that this process may use at most, and where the number comes from."""
+    total = _meminfo("MemTotal")
+    limits = [(limit, f"cgroup limit {path}") for path, limit in _cgroup_limits() if limit < total]
+    return min(limits) if limits else (total, "MemTotal of /proc/meminfo")
+
+
+def available_ram_nbytes() -> tuple[int, str]:
+    """Return the RAM that is free for this process now, and where the number comes from.
+
+    The page cache counts as free: the kernel gives it up for us.
+    """
+    found = [(_meminfo("MemAvailable"), "MemAvailable of /proc/meminfo")]
+    for path, limit in _cgroup_limits():
+        used = _read_int(
+            path.with_name(path.name.replace("max", "current").replace("limit", "usage"))
+        )
+        found.append((max(0, limit - (used or 0)), f"cgroup limit {path} less what is used"))
+    return min(found)
+
+
+def _meminfo(key: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise UserError(f"/proc/meminfo has no {key}", "NVMoE needs Linux")
+
+
+def _cgroup_limits() -> list[tuple[Path, int]]:
+    """Return the memory limit files that apply to this process, innermost first, with their values."""
+    candidates = [CGROUP_V1_LIMIT]
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        if line.startswith("0::"):
+            group = CGROUP_V2 / line[3:].lstrip("/")
+            candidates = [
+                p / "memory.max" for p in (group, *group.parents) if p.is_relative_to(CGROUP_V2)
+            ] + candidates
+    return [(path, value) for path in candidates if (value := _read_int(path)) is not None]
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None  # no such cgroup here: no limit
+    return int(text) if text.isdecimal() else None
+
+
+def num_cores() -> int:
+    """Return how many cores this process may run on (its affinity mask)."""
+    return len(os.sched_getaffinity(0))
+
+
+def compute_threads(wanted: int) -> int:
+    """Return the number of threads for CPU arithmetic; 0 asks for all cores but one, at most 8.
+
+    One core is left to the reader threads: on two cores the tiny model decodes faster with one thread than two.
+    """
+    return wanted or max(1, min(8, num_cores() - 1))
+
+
+def resolve_device(wanted: str) -> torch.device:
+    """Return the torch device for `auto`, `cpu` or `cuda`. Raises UserError when there is no such device."""
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise UserError(
+            "hw.device is cuda, but torch finds no CUDA device", "use hw=cpu, or hw.device=cpu"
+        )
+    return torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
+
+
+def peak_rss_nbytes() -> int:
+    """Return the most memory that this process has held at once."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure_memory_gib_s(nbytes: int = 2**26, repeats: int = 5) -> float:
+    """Return the rate at which one thread reads memory: the best of a few sums over `nbytes` of fp32."""
+    data = torch.ones(nbytes // 4)
+    best = 0.0
+    for _ in range(repeats):
+        started = time.perf_counter()
+        data.sum()
+        best = max(best, nbytes / (time.perf_counter() - started))
+    return best / GIB
+
+
+def measure_drive_gib_s(
+    layout: ExpertLayout, reader: DirectReader, duration_s: float = 0.3
+) -> float:
+    """Return the rate at which random experts come from the drive through this reader, window and pieces as set."""
+    generator = torch.Generator().manual_seed(0)
+    num_records = layout.num_layers * layout.num_experts
+    order = torch.randperm(num_records, generator=generator).tolist()
+    depth = 4
+    arena = HostArena(depth, layout.record_nbytes)
+    done: SimpleQueue[ReadJob] = SimpleQueue()
+    free = deque(range(depth))
+    rows: dict[int, int] = {}
+    nbytes = at = 0
+    started = time.perf_counter()
+    while rows or time.perf_counter() - started < duration_s:
+        while free and time.perf_counter() - started < duration_s:
+            row = free.popleft()
+            key = ExpertKey(*divmod(order[at % num_records], layout.num_experts))
+            job = reader.submit(key, layout.spans(key), arena.view(row), on_done=done.put)
+            rows[id(job)] = row
+            at += 1
+        if not rows:
+            break
+        job = done.get()
+        if job.error is not None:
+            raise job.error
+        nbytes += layout.record_nbytes
+        free.append(rows.pop(id(job)))
+    return nbytes / (time.perf_counter() - started) / GIB

@@ -1,0 +1,140 @@
+"""A session: one token timeline and the state that belongs to it. Callers hand in whole prompts.
+
+The common prefix is reused; states cannot be rolled back, so a prompt that departs from the timeline starts anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+from runtime.engine import Engine
+from runtime.errors import ContextLengthError, UserError
+from runtime.sampling import Sampler, SamplingParams
+from runtime.stats import TokenStats
+from runtime.text import StopFilter, StreamDecoder
+
+
+class FinishReason(Enum):
+    """Why an answer ended."""
+
+    stop = "stop"
+    length = "length"
+
+
+class Cancelled(Exception):  # noqa: N818 - not an error: the caller asked for it
+    """The caller lost interest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one decoding step gave: its token, the text that became certain, what it cost (None for the first)."""
+
+    token: int | None  # None: only text, at the end
+    text: str
+    stats: TokenStats | None
+    finish: FinishReason | None = None
+
+
+class Session:
+    """One conversation on an engine. One thread at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokens: list[int] = []
+        self.prefill_stats: TokenStats | None = None
+        self.cached_tokens = 0  # of the last prompt
+        self._state = engine.new_state()
+        self._logits: Tensor | None = None  # after the last token
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.tokens, self._logits, self._state = [], None, self.engine.new_state()
+
+    def sync(
+        self, prompt: Sequence[int], is_cancelled: Callable[[], bool] = lambda: False
+    ) -> Tensor:
+        """Make the timeline equal to `prompt`: fp32 logits [1, vocab] after its last token.
+
+        Only what is new is computed, in pieces; between pieces `is_cancelled` is asked, and Cancelled raised.
+        """
+        started = time.perf_counter()
+        before = self.engine.counters()
+        if not prompt:
+            raise UserError("the prompt is empty", "send at least one message with text")
+        if len(prompt) >= self.engine.context_tokens:
+            raise ContextLengthError(len(prompt), self.engine.context_tokens)
+        if list(prompt[: len(self.tokens)]) != self.tokens:
+            self.reset()
+        self.cached_tokens = len(self.tokens)
+        size = self.engine.prefill_tokens
+        for start in range(len(self.tokens), len(prompt), size):
+            if is_cancelled():
+                raise Cancelled
+            piece = list(prompt[start : start + size])
+            self._logits = self._advance(piece)
+        assert self._logits is not None
+        self.prefill_stats = self.engine.token_stats(
+            len(prompt), len(prompt) - self.cached_tokens, started, before
+        )
+        return self._logits
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Piece]:
+        """Answer a prompt, one piece per token; the last has a finish reason. Stop strings are never given out.
+
+        The answer ends with `length` at params.max_tokens or at the end of the window.
+        """
+        logits = self.sync(prompt, is_cancelled)
+        sampler = Sampler(params, self.engine.num_tokens)
+        decoder, stop = StreamDecoder(self.engine.codec), StopFilter(params.stop)
+        room = self.engine.context_tokens - len(prompt)
+        limit = room if params.max_tokens is None else min(room, params.max_tokens)
+        stats: TokenStats | None = None
+        for count in range(1, limit + 1):
+            token = sampler(logits)
+            if token in self.engine.codec.stop_ids:
+                yield Piece(
+                    token, stop.push(decoder.flush()) + stop.flush(), stats, FinishReason.stop
+                )
+                return
+            text = stop.push(decoder.push(token))
+            if stop.is_stopped:
+                yield Piece(token, text, stats, FinishReason.stop)
+                return
+            if count == limit:
+                text += stop.push(decoder.flush())
+                text += stop.flush()
+                yield Piece(
+                    token,
+                    text,
+                    stats,
+                    FinishReason.stop if stop.is_stopped else FinishReason.length,
+                )
+                return
+            yield Piece(token, text, stats)
+            if is_cancelled():
+                raise Cancelled
+            started, before = time.perf_counter(), self.engine.counters()
+            logits = self._logits = self._advance([token])
+            stats = self.engine.token_stats(len(self.tokens), 1, started, before)
+
+    def _advance(self, tokens: list[int]) -> Tensor:
+        try:
+            if len(tokens) == 1:
+                logits = self.engine.model.decode(tokens[0], self._state)
+            else:
+                logits = self.engine.model.prefill(tokens, self._state)
+        except BaseException:
+            self.reset()  # some layers have seen these tokens, others have not
+            raise
+        self.tokens += tokens
+        return logits

@@ -1,0 +1,580 @@
+"""Stages: resumable steps of the set-up, and the runner that decides, locks, resumes and records.
+
+A stage is a description (`Stage`); all care for crashes is here. Work goes to `<stage>-<key>.partial/`; each
+finished unit is journalled after its bytes are on the disk; the record is written last and the folder renamed, so
+that a finished name means finished. Knows no model and imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import importlib
+import json
+import logging
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from blake3 import blake3
+
+from conf.schema import STAGES, RunConfig
+from runtime.errors import BusyError, UserError
+from runtime.units import MIB, format_duration, format_nbytes
+
+log = logging.getLogger("stages")
+
+RECORD_NAME = "record.json"
+JOURNAL_NAME = "journal.jsonl"
+PLAN_NAME = "plan.json"
+DISK_MARGIN_NBYTES = 64 * MIB  # never fill a filesystem to the last block
+SAMPLE_CHUNKS, SAMPLE_NBYTES = 16, 4096
+QUIET_LINE_EVERY_S = 5.0
+
+
+class Decision(NamedTuple):
+    """What the runner does with a stage: action `skip`, `run` or `resume`, and why."""
+
+    action: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.action}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A finished stage: its folder and its record."""
+
+    root: Path
+    record: Mapping[str, Any]
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the stage chose to remember."""
+        facts: Mapping[str, Any] = self.record["facts"]
+        return facts
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One step. `params` returns only what changes the output's bytes; bump `version` when they change otherwise.
+
+    `run` of an end point (chat, serve) leaves nothing behind; of others it fills `ctx.out`. `disk_nbytes` is asked
+    before anything is written. `show` prints and judges a finished record when the stage was asked for by name.
+    """
+
+    name: str
+    run: Callable[[StageContext], None]
+    version: int = 1
+    needs: Callable[[RunConfig], Sequence[str]] = lambda _cfg: ()
+    params: Callable[[RunConfig], dict[str, Any]] = lambda _cfg: {}
+    disk_nbytes: Callable[[RunConfig, Mapping[str, Output]], int] = lambda _cfg, _inputs: 0
+    show: Callable[[RunConfig, Output], None] = lambda _cfg, _output: None
+    is_endpoint: bool = False
+
+
+@dataclass(slots=True)
+class StageContext:
+    """What a running stage sees."""
+
+    cfg: RunConfig
+    stage: Stage
+    inputs: Mapping[str, Output]
+    out: Path  # the partial folder; for an end point the artifacts folder of the model
+    runner: Runner
+    facts: dict[str, Any] = field(default_factory=dict)  # goes into the record
+    external: dict[Path, str] = field(default_factory=dict)  # files used in place -> blake3
+    digests: dict[str, str] = field(
+        default_factory=dict
+    )  # output file -> its hash, where the stage knows it already
+    units: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # finished unit -> what `done` was told
+
+    def todo(self, units: Sequence[str], what: str, nbytes_each: int = 0) -> Iterator[str]:
+        """Yield the units that are not journalled yet, with progress."""
+        left = [unit for unit in units if unit not in self.units]
+        plan = _read_json(self.out / PLAN_NAME) or {}
+        write_atomically(self.out / PLAN_NAME, json.dumps({**plan, "num_units": len(units)}) + "\n")
+        with Progress(
+            f"{self.stage.name}: {what}", len(units), len(units) - len(left), nbytes_each
+        ) as bar:
+            for unit in left:
+                yield unit
+                bar.advance()
+
+    def done(self, unit: str, **facts: Any) -> None:
+        """Journal a unit. Its bytes must be on the disk (fsync) before."""
+        with open(self.out / JOURNAL_NAME, "a") as journal:
+            journal.write(json.dumps({"unit": unit, **facts}) + "\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+        self.units[unit] = facts
+
+
+class Progress:
+    """A tqdm bar on a terminal, a line every few seconds elsewhere."""
+
+    def __init__(self, what: str, total: int, initial: int = 0, nbytes_each: int = 0) -> None:
+        self._what, self._total, self._count, self._nbytes_each = what, total, initial, nbytes_each
+        self._initial = initial
+        self._started = self._last_line = time.monotonic()
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total, initial=initial, desc=what, leave=False, dynamic_ncols=True
+            )
+
+    def advance(self, count: int = 1) -> None:
+        """Note that `count` more are done."""
+        self._count += count
+        if self._bar is not None:
+            self._bar.update(count)
+            return
+        now = time.monotonic()
+        if now - self._last_line >= QUIET_LINE_EVERY_S:
+            self._last_line = now
+            print(self._line(now), file=sys.stderr, flush=True)
+
+    def _line(self, now: float) -> str:
+        made = max(1, self._count - self._initial)
+        left_s = (now - self._started) / made * (self._total - self._count)
+        size = ""
+        if self._nbytes_each:
+            rate = made * self._nbytes_each / max(1e-9, now - self._started)
+            size = f", {format_nbytes(self._count * self._nbytes_each)} at {format_nbytes(rate)}/s"
+        return f"{self._what} {self._count}/{self._total}{size}, {format_duration(left_s)} left"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class Runner:
+    """Runs stages for one config, each only when its record does not match."""
+
+    def __init__(
+        self, cfg: RunConfig, artifacts: Path, stages: Mapping[str, Stage] | None = None
+    ) -> None:
+        self.cfg = cfg
+        self.root = artifacts / cfg.model.name
+        self.stages = StagesByName() if stages is None else stages
+
+    # ---- deciding -------------------------------------------------------------------------------------------------
+
+    def order(self, targets: Iterable[str]) -> list[str]:
+        """Return the targets and all that they need, each once, needs first."""
+        ordered: list[str] = []
+
+        def visit(name: str) -> None:
+            for need in self.stages[name].needs(self.cfg):
+                visit(need)
+            if name not in ordered:
+                ordered.append(name)
+
+        for target in targets:
+            visit(target)
+        return ordered
+
+    def key(self, name: str) -> str:
+        """Return the identity of a stage's output: name, version, params and the keys of what it needs."""
+        stage = self.stages[name]
+        needs = [self.key(need) for need in stage.needs(self.cfg)]
+        identity = json.dumps([name, stage.version, stage.params(self.cfg), needs], sort_keys=True)
+        return blake3(identity.encode()).hexdigest(length=6)
+
+    def folder(self, name: str) -> Path:
+        """Return the place of a stage's output for this config."""
+        return self.root / f"{name}-{self.key(name)}"
+
+    def find(self, name: str) -> Output | None:
+        """Return a stage's finished output for this config, if there is one."""
+        record = _read_json(self.folder(name) / RECORD_NAME)
+        return None if record is None else Output(self.folder(name), record)
+
+    def decide(self, name: str) -> Decision:
+        """Say what would be done with a stage now, and why."""
+        stage = self.stages[name]
+        if stage.is_endpoint:
+            return Decision("run", "asked for")
+        if name in self.cfg.forced_stages:
+            return Decision("run", "forced")
+        output = self.find(name)
+        if output is not None:
+            reason = self._stale(output)
+            return Decision("run", reason) if reason else Decision("skip", "record matches")
+        partial = _partial(self.folder(name))
+        if partial.exists() and self._is_resumable(stage, partial):
+            units = _read_journal(partial)
+            total = (_read_json(partial / PLAN_NAME) or {}).get("num_units")
+            of = f" of {total}" if total else ""
+            return Decision("resume", f"{len(units)}{of} units are done")
+        return Decision("run", self._why_new(stage))
+
+    def _stale(self, output: Output) -> str | None:
+        """Return why a finished output may not be used, or None."""
+        for need, recorded in output.record["inputs"].items():
+            current = self.find(need)
+            if current is not None and current.record["digest"] != recorded:
+                return f"the output of {need} changed"
+        for name, recorded in output.record["files"].items():
+            path = output.root / name  # an absolute name stays as it is
+            if not path.exists():
+                return f"{name} is missing"
+            found = path.stat()
+            if found.st_size != recorded["nbytes"]:
+                return f"{name} has {format_nbytes(found.st_size)}, the record says {format_nbytes(recorded['nbytes'])}"
+            if name.startswith("/") and found.st_mtime_ns != recorded["mtime_ns"]:
+                return f"{name} was written after it was checked"
+            if sample_digest(path) != recorded["sample"]:
+                return f"{name} is not what was written: a sampled checksum differs"
+        return None
+
+    def _is_resumable(self, stage: Stage, partial: Path) -> bool:
+        plan = _read_json(partial / PLAN_NAME)
+        return plan is not None and plan["inputs"] == self._input_digests(stage)
+
+    def _input_digests(self, stage: Stage) -> dict[str, str]:
+        outputs = {need: self.find(need) for need in stage.needs(self.cfg)}
+        return {
+            need: output.record["digest"] for need, output in outputs.items() if output is not None
+        }
+
+    def _why_new(self, stage: Stage) -> str:
+        """Compare with the newest other output of this stage."""
+        others = [
+            path for path in self.root.glob(f"{stage.name}-*/{RECORD_NAME}") if path.is_file()
+        ]
+        if not others:
+            return "no record"
+        record = _read_json(max(others, key=lambda path: path.stat().st_mtime_ns)) or {}
+        if record.get("version") != stage.version:
+            return f"version {record.get('version')} -> {stage.version}"
+        old, new = record.get("params", {}), stage.params(self.cfg)
+        changed = [
+            f"{k} {old.get(k)} -> {new.get(k)}"
+            for k in sorted({*old, *new})
+            if old.get(k) != new.get(k)
+        ]
+        return ", ".join(changed) if changed else "what it is made from changed"
+
+    # ---- running --------------------------------------------------------------------------------------------------
+
+    def explain(self, targets: Sequence[str]) -> list[tuple[str, Decision]]:
+        """Return what `run` would do, in order; nothing is changed."""
+        steps: list[tuple[str, Decision]] = []
+        fresh: set[str] = set()
+        for name in self.order(targets):
+            decision = self.decide(name)
+            upstream = [need for need in self.stages[name].needs(self.cfg) if need in fresh]
+            if decision.action == "skip" and upstream:
+                decision = Decision("run", f"if the new output of {' and '.join(upstream)} differs")
+            if decision.action != "skip":
+                fresh.add(name)
+            steps.append((name, decision))
+        return steps
+
+    def run(self, targets: Sequence[str]) -> None:
+        """Run the targets and what they need."""
+        self._make_root()
+        checked_disk = False
+        for name in self.order(targets):
+            stage, decision = self.stages[name], self.decide(name)
+            log.info("%s: %s", name, decision)
+            inputs = {
+                need: output
+                for need in stage.needs(self.cfg)
+                if (output := self.find(need)) is not None
+            }
+            if stage.is_endpoint:
+                stage.run(StageContext(self.cfg, stage, inputs, self.root, self))
+                continue
+            if decision.action != "skip":
+                if not checked_disk:
+                    checked_disk = self._check_disk(targets)
+                with Lock(self.root / f"{name}-{self.key(name)}.lock"):
+                    decision = self.decide(name)  # another run may have finished it a moment ago
+                    if decision.action != "skip":
+                        self._make(stage, inputs, decision)
+            output = self.find(name)
+            assert output is not None, f"{name} finished without a record"
+            if name in targets:
+                stage.show(self.cfg, output)
+
+    def _make_root(self) -> None:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"cannot make the folder {self.root}: {error.strerror}",
+                "set paths.outputs (or paths.artifacts) to a folder that you may write to",
+            ) from error
+
+    def _check_disk(self, targets: Sequence[str]) -> bool:
+        """Refuse before the first byte when the coming stages need more disk than there is.
+
+        Returns whether every stage could say what it needs; a stage whose inputs are not made yet cannot.
+        """
+        needed: dict[str, int] = {}
+        is_complete = True
+        for name in self.order(targets):
+            stage = self.stages[name]
+            if stage.is_endpoint or self.decide(name).action == "skip":
+                continue
+            inputs = {
+                need: output
+                for need in stage.needs(self.cfg)
+                if (output := self.find(need)) is not None
+            }
+            if len(inputs) < len(stage.needs(self.cfg)):
+                is_complete = False
+                continue
+            already = _allocated(_partial(self.folder(name)))
+            needed[name] = max(0, stage.disk_nbytes(self.cfg, inputs) - already)
+        total = sum(needed.values()) + DISK_MARGIN_NBYTES
+        free = shutil.disk_usage(self.root).free
+        if sum(needed.values()) and total > free:
+            parts = ", ".join(f"{name} {format_nbytes(n)}" for name, n in needed.items() if n)
+            raise UserError(
+                f"{self.root} has {format_nbytes(free)} free, the coming stages need {format_nbytes(total)} ({parts})",
+                "free some disk, or set paths.artifacts to a folder on a larger drive",
+            )
+        return is_complete
+
+    def _make(self, stage: Stage, inputs: Mapping[str, Output], decision: Decision) -> None:
+        final = self.folder(stage.name)
+        partial = _partial(final)
+        if decision.action != "resume" and partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(exist_ok=True)
+        digests = self._input_digests(stage)
+        write_atomically(partial / PLAN_NAME, json.dumps({"inputs": digests}) + "\n")
+        units = _read_journal(partial)
+        # written anew: a crash may have left half a line at its end
+        lines = [json.dumps({"unit": unit, **facts}) + "\n" for unit, facts in units.items()]
+        write_atomically(partial / JOURNAL_NAME, "".join(lines))
+        ctx = StageContext(self.cfg, stage, inputs, partial, self, units=units)
+        started = time.time()
+        try:
+            stage.run(ctx)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise UserError(
+                    f"{stage.name} ran out of disk in {partial}: {error.strerror}",
+                    "what is finished is kept: free some disk and run the same command again",
+                ) from error
+            raise
+        self._finish(ctx, partial, final, digests, started)
+
+    def _finish(
+        self,
+        ctx: StageContext,
+        partial: Path,
+        final: Path,
+        digests: Mapping[str, str],
+        started: float,
+    ) -> None:
+        files = {
+            str(path.relative_to(partial)): _describe(
+                path, ctx.digests.get(str(path.relative_to(partial)))
+            )
+            for path in sorted(partial.rglob("*"))
+            if path.is_file() and path.name not in (JOURNAL_NAME, PLAN_NAME, RECORD_NAME)
+        }
+        files |= {
+            str(path.resolve()): _describe(path, digest) for path, digest in ctx.external.items()
+        }
+        # by bare name: the same files in another folder are the same output
+        contents = {
+            Path(name).name: [entry["nbytes"], entry["blake3"]] for name, entry in files.items()
+        }
+        record = {
+            "stage": ctx.stage.name,
+            "version": ctx.stage.version,
+            "key": final.name.rsplit("-", 1)[1],
+            "params": ctx.stage.params(self.cfg),
+            "inputs": dict(digests),
+            "files": files,
+            "facts": ctx.facts,
+            "digest": blake3(json.dumps([contents, ctx.facts], sort_keys=True).encode()).hexdigest(
+                length=16
+            ),
+            "duration_s": round(time.time() - started, 3),
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        write_atomically(partial / RECORD_NAME, json.dumps(record, indent=1) + "\n")
+        (partial / JOURNAL_NAME).unlink(missing_ok=True)
+        (partial / PLAN_NAME).unlink(missing_ok=True)
+        replaced = final.with_name(final.name + ".replaced")
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        partial.rename(final)
+        fsync_folder(final.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+class Lock:
+    """One process per output. The kernel lets go when the owner dies, so a left-over file locks nobody out."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+
+    def __enter__(self) -> Self:
+        self._acquire()
+        while not self._is_ours():  # its last owner unlinked the file between our open and our lock
+            os.close(self._fd)
+            self._acquire()
+        previous = os.pread(self._fd, 4096, 0).decode(errors="replace").strip()
+        if previous:
+            log.info(
+                "%s: taking over from %s, which ended without finishing", self._path.stem, previous
+            )
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        return self
+
+    def _acquire(self) -> None:
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self._path}: {error.strerror}",
+                "set paths.artifacts to a folder that you may write to",
+            ) from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(self._fd, 4096, 0).decode(errors="replace").strip()
+            os.close(self._fd)
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise UserError(
+                    f"the filesystem of {self._path.parent} has no file locks: {error.strerror}",
+                    "set paths.artifacts to a folder on a local drive",
+                ) from error
+            raise BusyError(
+                f"{self._path.stem} is being made by another run ({owner or 'owner unknown'})",
+                "wait for it, or stop that process; what it has finished is kept",
+            ) from error
+
+    def _is_ours(self) -> bool:
+        try:
+            return os.stat(self._path).st_ino == os.fstat(self._fd).st_ino
+        except FileNotFoundError:
+            return False
+
+    def __exit__(self, *_: object) -> None:
+        self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+
+class StagesByName(Mapping[str, Stage]):
+    """Every stage that `conf.schema.STAGES` names; a module is imported when its stage is looked up."""
+
+    def __getitem__(self, name: str) -> Stage:
+        if name not in STAGES:
+            raise KeyError(name)
+        stage: Stage = importlib.import_module(f"stages.{name}").STAGE
+        return stage
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(STAGES)
+
+    def __len__(self) -> int:
+        return len(STAGES)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file under a temporary name, fsync, rename: a reader sees the old or the new one, never half."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    temporary.rename(path)
+    fsync_folder(path.parent)
+
+
+def fsync_folder(path: Path) -> None:
+    """Make renames in a folder survive a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def file_digest(path: Path) -> str:
+    """Return the blake3 of a file, streamed."""
+    hasher = blake3(max_threads=blake3.AUTO)
+    with open(path, "rb") as f:
+        while chunk := f.read(2**24):
+            hasher.update(chunk)
+    return hasher.hexdigest(length=16)
+
+
+def sample_digest(path: Path) -> str:
+    """Return the blake3 of a few chunks spread over a file: quick, and sees most ways to be another file."""
+    nbytes = path.stat().st_size
+    hasher = blake3(str(nbytes).encode())
+    with open(path, "rb") as f:
+        for i in range(SAMPLE_CHUNKS):
+            f.seek(max(0, nbytes - SAMPLE_NBYTES) * i // (SAMPLE_CHUNKS - 1))
+            hasher.update(f.read(SAMPLE_NBYTES))
+    return hasher.hexdigest(length=16)
+
+
+def _describe(path: Path, digest: str | None) -> dict[str, Any]:
+    found = path.stat()
+    return {
+        "nbytes": found.st_size,
+        "mtime_ns": found.st_mtime_ns,
+        "blake3": digest or file_digest(path),
+        "sample": sample_digest(path),
+    }
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".partial")
+
+
+def _allocated(folder: Path) -> int:
+    """Return the bytes that a folder's files take on the disk already."""
+    return (
+        sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+        if folder.exists()
+        else 0
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        data: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return None
+    return data
+
+
+def _read_journal(partial: Path) -> dict[str, dict[str, Any]]:
+    """Return the finished units; a last line cut short by a crash does not count."""
+    units: dict[str, dict[str, Any]] = {}
+    path = partial / JOURNAL_NAME
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            entry = json.loads(line)
+            units[entry.pop("unit")] = entry
+    return units

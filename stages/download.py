@@ -1,0 +1,89 @@
+"""Bring a model's files to this machine and check them: today the bundled models and local snapshots, in place.
+
+A snapshot folder is used where it is and never changed; its files are hashed once and watched from then on.
+"""
+
+from __future__ import annotations
+
+import json
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from conf.schema import RunConfig, Source
+from runtime.checkpoint import Checkpoint
+from runtime.errors import UserError
+from stages.core import Output, Stage, StageContext, file_digest
+
+PROJECT = Path(__file__).resolve().parent.parent
+NEEDED = ("config.json", "tokenizer.json")
+
+
+def params(cfg: RunConfig) -> dict[str, Any]:
+    """Return what decides which bytes these are."""
+    return {
+        "source": cfg.model.source.value,
+        "path": cfg.model.path,
+        "revision": cfg.model.revision,
+        "files": cfg.model.files,
+    }
+
+
+def snapshot_of(output: Output) -> Path:
+    """Return the snapshot folder that a finished download stands for."""
+    return Path(output.facts["snapshot"])
+
+
+def run(ctx: StageContext) -> None:
+    """Check headers and index, then hash every file."""
+    root = _snapshot_root(ctx.cfg)
+    for name in NEEDED:
+        if not (root / name).is_file():
+            raise UserError(
+                f"{root} has no {name}", "point model.path to a complete snapshot folder"
+            )
+    try:
+        json.loads((root / "config.json").read_text())
+    except ValueError as error:
+        raise UserError(
+            f"{root / 'config.json'} is not JSON: {error}", "fetch the snapshot again"
+        ) from error
+    checkpoint = Checkpoint.open(root)
+    wanted = [
+        path for path in sorted(root.iterdir()) if path.is_file() and _is_wanted(path, ctx.cfg)
+    ]
+    wanted = sorted({*wanted, *checkpoint.files()})
+    for name in ctx.todo([path.name for path in wanted], "files checked"):
+        found = (root / name).stat()
+        ctx.done(name, blake3=file_digest(root / name), mtime_ns=found.st_mtime_ns)
+    ctx.external = {path: ctx.units[path.name]["blake3"] for path in wanted}
+    ctx.facts = {
+        "snapshot": str(root),
+        "revision": ctx.cfg.model.revision,
+        "num_tensors": len(checkpoint.tensors),
+        "weights_nbytes": sum(path.stat().st_size for path in checkpoint.files()),
+    }
+
+
+def _snapshot_root(cfg: RunConfig) -> Path:
+    model = cfg.model
+    if model.source is Source.hub:
+        raise UserError(
+            f"model={model.name} comes from the hub ({model.repo}), and this version cannot fetch it yet",
+            f"hf download {model.repo} --revision {model.revision} --local-dir DIR, then add "
+            "model.source=local model.path=DIR",
+        )
+    if model.path is None:
+        raise UserError(f"model.source={model.source.value} needs a folder", "set model.path=DIR")
+    root = Path(model.path).expanduser()
+    root = (root if root.is_absolute() else PROJECT / root).resolve()
+    if not root.is_dir():
+        raise UserError(f"there is no folder {root}", "set model.path to a snapshot folder")
+    return root
+
+
+def _is_wanted(path: Path, cfg: RunConfig) -> bool:
+    return any(fnmatch(path.name, pattern) for pattern in cfg.model.files)
+
+
+STAGE = Stage(name="download", run=run, params=params)

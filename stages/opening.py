@@ -1,0 +1,29 @@
+"""Open an engine on what the set-up stages made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from conf.schema import RunConfig
+from runtime.engine import Engine, EngineFiles
+from runtime.errors import VerificationError
+from stages.core import Output, Runner
+from stages.download import snapshot_of
+
+
+def engine_files(inputs: Mapping[str, Output]) -> EngineFiles:
+    """Return the folders that `Engine.open` needs."""
+    return EngineFiles(
+        snapshot_of(inputs["download"]), inputs["repack"].root, inputs["residents"].root
+    )
+
+
+def open_engine(cfg: RunConfig, inputs: Mapping[str, Output], runner: Runner) -> Engine:
+    """Open an engine, unless a `verify` of exactly these files is red and force=true was not given."""
+    verified = runner.find("verify")
+    if verified is not None and verified.facts["red"] and not cfg.is_forced:
+        raise VerificationError(
+            f"verify found wrong numbers on this machine: {', '.join(verified.facts['red'])}",
+            "run stages=[verify] force=[verify] to see the table again, or force=true to go on all the same",
+        )
+    return Engine.open(cfg, engine_files(inputs))

@@ -1,0 +1,126 @@
+"""Compare packed experts with the checkpoint they came from, byte for byte, through the runtime's own reader."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from conf.schema import RunConfig
+from runtime.checkpoint import Checkpoint
+from runtime.engine import load_family
+from runtime.errors import VerificationError
+from runtime.experts.arena import HostArena
+from runtime.experts.layout import CHECKSUM_NBYTES, PACK_CHECKSUMS, ExpertKey, PackedLayout
+from runtime.experts.reader import DirectReader
+from runtime.models import qwen_weights as weights
+from stages.core import Stage, StageContext
+from stages.download import snapshot_of
+
+EXPERTS_PER_UNIT = 64
+
+
+def run(ctx: StageContext) -> None:
+    """Check the chosen experts; raise VerificationError at the first difference, naming it."""
+    snapshot, pack = snapshot_of(ctx.inputs["download"]), ctx.inputs["repack"].root
+    checkpoint = Checkpoint.open(snapshot)
+    spec = load_family(ctx.cfg.model.family).read_spec(snapshot)
+    layout = PackedLayout.open(pack)
+    scalars = weights.read_pack_scalars(pack, spec)
+    chosen = choose(ctx.cfg.spot_check.experts, ctx.cfg.spot_check.seed, layout)
+    reader = DirectReader(layout.files, ctx.cfg.hw.drive)
+    row = HostArena(1, layout.record_nbytes)
+    try:
+        for unit in ctx.todo(
+            [str(i) for i in range(0, len(chosen), EXPERTS_PER_UNIT)], "batches of experts"
+        ):
+            for key in chosen[int(unit) : int(unit) + EXPERTS_PER_UNIT]:
+                job = reader.submit(key, layout.spans(key), row.view(0))
+                reader.wait(job)
+                packed = bytes(row.view(0)[: layout.record_nbytes])
+                compare_block(
+                    packed, bytes(weights.read_expert_block(checkpoint, spec, key)), key, layout
+                )
+                _compare_checksum(packed, key, layout, pack)
+                _compare_scalars(scalars, weights.read_expert_scalars(checkpoint, key), key, layout)
+            ctx.done(unit)
+    finally:
+        reader.close()
+    ctx.facts = {
+        "experts": len(chosen),
+        "of": layout.num_layers * layout.num_experts,
+        "nbytes": len(chosen) * layout.record_nbytes,
+        "is_direct": reader.is_direct,
+    }
+
+
+def choose(wanted: str, seed: int, layout: PackedLayout) -> list[ExpertKey]:
+    """Return which experts to check: all, or a seeded choice with the first, the last and one of every layer."""
+    every = [
+        ExpertKey(layer, e) for layer in range(layout.num_layers) for e in range(layout.num_experts)
+    ]
+    if wanted == "all":
+        return every
+    generator = random.Random(seed)
+    chosen = {every[0], every[-1]}
+    chosen |= {
+        ExpertKey(layer, generator.randrange(layout.num_experts))
+        for layer in range(layout.num_layers)
+    }
+    rest = [key for key in every if key not in chosen]
+    extra = max(0, min(int(wanted), len(every)) - len(chosen))
+    return sorted(chosen | set(generator.sample(rest, extra)))
+
+
+def compare_block(packed: bytes, original: bytes, key: ExpertKey, layout: PackedLayout) -> None:
+    """Raise VerificationError naming layer, expert, part and offset of the first byte that differs."""
+    if packed == original:
+        return
+    at = next(i for i, (a, b) in enumerate(zip(packed, original, strict=True)) if a != b)
+    part, offset = "padding", at
+    for name, (start, nbytes) in layout.shape.parts().items():
+        if start <= at < start + nbytes:
+            part, offset = name, at - start
+    in_file = (layout.num_experts * key.layer + key.expert) * layout.record_nbytes + at
+    raise VerificationError(
+        f"layer {key.layer}, expert {key.expert}, {part}, byte {offset:,}: the pack has 0x{packed[at]:02X}, the "
+        f"checkpoint 0x{original[at]:02X} (byte {in_file:,} of {layout.files[0]})",
+        "the pack is damaged: run the same command with force=[repack]",
+    )
+
+
+def _compare_checksum(packed: bytes, key: ExpertKey, layout: PackedLayout, pack: Path) -> None:
+    at = CHECKSUM_NBYTES * (layout.num_experts * key.layer + key.expert)
+    with open(pack / PACK_CHECKSUMS, "rb") as f:
+        f.seek(at)
+        recorded = f.read(CHECKSUM_NBYTES)
+    if blake3(packed).digest(length=CHECKSUM_NBYTES) != recorded:
+        raise VerificationError(
+            f"layer {key.layer}, expert {key.expert}: the block is right, its entry in {PACK_CHECKSUMS} is not",
+            "the pack is damaged: run the same command with force=[repack]",
+        )
+
+
+def _compare_scalars(
+    packed: Any, original: list[float], key: ExpertKey, layout: PackedLayout
+) -> None:
+    start = len(original) * (layout.num_experts * key.layer + key.expert)
+    for name, value, recorded in zip(
+        ("gate", "up", "down"), original, packed[start : start + len(original)], strict=False
+    ):
+        if value != recorded:
+            raise VerificationError(
+                f"layer {key.layer}, expert {key.expert}, global scale of {name}: the pack has {recorded}, the "
+                f"checkpoint {value}",
+                "the pack is damaged: run the same command with force=[repack]",
+            )
+
+
+def params(cfg: RunConfig) -> dict[str, Any]:
+    """Return what decides which experts are looked at."""
+    return {"experts": cfg.spot_check.experts, "seed": cfg.spot_check.seed}
+
+
+STAGE = Stage(name="spot_check", run=run, params=params, needs=lambda _cfg: ("download", "repack"))
