@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -15,6 +16,7 @@ from torch import Tensor
 from conf.schema import RunConfig
 from runtime import hardware
 from runtime.budget import MemoryPlan, plan_memory, ram_limit
+from runtime.errors import ContextLengthError, UserError
 from runtime.experts.layout import PackedLayout
 from runtime.experts.reader import DirectReader
 from runtime.experts.streamer import ExpertSource, ExpertStreamer, ResidentExperts
@@ -130,6 +132,13 @@ class Engine:
     def new_state(self) -> Any:
         """Return the state of an empty conversation."""
         return self.model.new_state()
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Raise UserError for an empty prompt, ContextLengthError for one that leaves no room for an answer."""
+        if not prompt:
+            raise UserError("the prompt is empty", "send at least one message with text")
+        if len(prompt) >= self.context_tokens:
+            raise ContextLengthError(len(prompt), self.context_tokens)
 
     def default_sampling(self) -> SamplingParams:
         """Return the config's sampling, completed by the model's generation_config.json."""

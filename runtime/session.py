@@ -13,7 +13,6 @@ from enum import Enum
 from torch import Tensor
 
 from runtime.engine import Engine
-from runtime.errors import ContextLengthError, UserError
 from runtime.sampling import Sampler, SamplingParams
 from runtime.stats import TokenStats
 from runtime.text import StopFilter, StreamDecoder
@@ -64,10 +63,7 @@ class Session:
         """
         started = time.perf_counter()
         before = self.engine.counters()
-        if not prompt:
-            raise UserError("the prompt is empty", "send at least one message with text")
-        if len(prompt) >= self.engine.context_tokens:
-            raise ContextLengthError(len(prompt), self.engine.context_tokens)
+        self.engine.check_prompt(prompt)
         if list(prompt[: len(self.tokens)]) != self.tokens:
             self.reset()
         self.cached_tokens = len(self.tokens)
