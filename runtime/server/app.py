@@ -120,20 +120,22 @@ async def _body(request: Request) -> bytes:
 async def _whole(job: Job, parsed: ChatRequest, request: Request) -> Response:
     """Collect an answer, unless the client goes away first."""
     texts: list[str] = []
+    looked_at = time.monotonic()
     with _cancelling(job):
         while True:
             event = await _next(job, POLL_S)
-            if event is None:
+            if time.monotonic() - looked_at >= POLL_S:  # also while tokens come
+                looked_at = time.monotonic()
                 if await request.is_disconnected():
                     return Response(status_code=499)
-            elif isinstance(event, Text):
+            if isinstance(event, Text):
                 texts.append(event.text)
             elif isinstance(event, Finished):
                 answer = ChatAnswer(parsed.model)
                 return JSONResponse(
                     answer.whole("".join(texts), event.reason, event.usage, event.timings)
                 )
-            else:
+            elif isinstance(event, Failed):
                 raise event.error
 
 
