@@ -86,6 +86,7 @@ class DriveConfig:
     direct: DirectIo = DirectIo.auto
     window: int = 2  # experts in flight; more share the drive and all end late
     pieces: int = 4  # parallel reads per expert
+    piece_kib: int = 128  # but none smaller than this: below, a request costs more than its bytes
     simulate_gib_s: float = 0.0  # pretend the drive gives this many GiB/s; 0 is the real drive
     simulate_latency_us: float = 0.0  # and adds this much to every read
 
@@ -205,6 +206,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.sampling.min_p": (0, 1),
     "hw.drive.window": (1, 64),
     "hw.drive.pieces": (1, 64),
+    "hw.drive.piece_kib": (4, 2**20),
     "hw.drive.simulate_gib_s": (0, 1000),
     "hw.drive.simulate_latency_us": (0, 1e6),
     "hw.ram_gib": (0.0625, 2**20),

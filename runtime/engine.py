@@ -181,11 +181,7 @@ class Engine:
 
     def measure_rates(self) -> Rates:
         """Measure drive and memory now, on this model's own expert file: about half a second."""
-        reader = DirectReader(self._layout.files, self.config.hw.drive)
-        try:
-            drive = hardware.measure_drive_gib_s(self._layout, reader)
-        finally:
-            reader.close()
+        drive = hardware.measure_drive_gib_s(self._layout, self.config.hw.drive)
         return Rates(drive, hardware.measure_memory_gib_s())
 
     @property

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import time
-from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 
+from conf.schema import DriveConfig
 from runtime.errors import UserError
 from runtime.experts.arena import HostArena
+from runtime.experts.drive import FileSet
 from runtime.experts.layout import ExpertKey, ExpertLayout
-from runtime.experts.reader import DirectReader
-from runtime.experts.schedule import ReadJob
 from runtime.units import GIB
 
+DRIVE_DEPTH = 8  # whole experts in flight when the drive is measured
 CGROUP_V2 = Path("/sys/fs/cgroup")
 CGROUP_V1_LIMIT = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -110,31 +111,32 @@ def measure_memory_gib_s(nbytes: int = 2**26, repeats: int = 5) -> float:
 
 
 def measure_drive_gib_s(
-    layout: ExpertLayout, reader: DirectReader, duration_s: float = 0.3
+    layout: ExpertLayout, config: DriveConfig, duration_s: float = 0.3
 ) -> float:
-    """Return the rate at which random experts come from the drive through this reader, window and pieces as set."""
-    generator = torch.Generator().manual_seed(0)
-    num_records = layout.num_layers * layout.num_experts
-    order = torch.randperm(num_records, generator=generator).tolist()
-    depth = 4
-    arena = HostArena(depth, layout.record_nbytes)
-    done: SimpleQueue[ReadJob] = SimpleQueue()
-    free = deque(range(depth))
-    rows: dict[int, int] = {}
-    nbytes = at = 0
+    """Return the rate at which whole random experts come from the drive, `DRIVE_DEPTH` asked for at any time.
+
+    Reads as an engine would (direct or not, simulated or not), but without its window: this is the drive's ceiling.
+    """
+    files = FileSet(layout.files, config)
+    order = list(range(layout.num_layers * layout.num_experts))
+    random.Random(0).shuffle(order)
+    arena = HostArena(DRIVE_DEPTH, layout.record_nbytes)
     started = time.perf_counter()
-    while rows or time.perf_counter() - started < duration_s:
-        while free and time.perf_counter() - started < duration_s:
-            row = free.popleft()
-            key = ExpertKey(*divmod(order[at % num_records], layout.num_experts))
-            job = reader.submit(key, layout.spans(key), arena.view(row), on_done=done.put)
-            rows[id(job)] = row
-            at += 1
-        if not rows:
-            break
-        job = done.get()
-        if job.error is not None:
-            raise job.error
-        nbytes += layout.record_nbytes
-        free.append(rows.pop(id(job)))
-    return nbytes / (time.perf_counter() - started) / GIB
+
+    def read_some(row: int) -> int:
+        nbytes, at = 0, row
+        while time.perf_counter() - started < duration_s:
+            key = ExpertKey(*divmod(order[at % len(order)], layout.num_experts))
+            for span in layout.spans(key):
+                target = arena.view(row)[span.dest : span.dest + span.nbytes]
+                files.read(span.file_idx, target, span.offset, span.need_nbytes)
+                nbytes += span.nbytes
+            at += DRIVE_DEPTH
+        return nbytes
+
+    try:
+        with ThreadPoolExecutor(DRIVE_DEPTH) as pool:
+            total = sum(pool.map(read_some, range(DRIVE_DEPTH)))
+    finally:
+        files.close()
+    return total / (time.perf_counter() - started) / GIB

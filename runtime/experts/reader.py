@@ -28,7 +28,7 @@ class DirectReader:
         self, files: Sequence[Path], config: DriveConfig, preadv: Preadv = os.preadv
     ) -> None:
         self._files = FileSet(files, config, preadv)
-        self._num_pieces = config.pieces
+        self._num_pieces, self._min_piece = config.pieces, config.piece_kib * 1024
         self._queue = ReadQueue(config.window)
         self._changed = threading.Condition()
         self._is_closing = False
@@ -55,7 +55,9 @@ class DirectReader:
 
         `on_done` is called once, in a reader thread, when the last piece is back or failed.
         """
-        job = ReadJob(key, cut_spans(spans, self._num_pieces), buffer, is_required, on_done)
+        job = ReadJob(
+            key, cut_spans(spans, self._num_pieces, self._min_piece), buffer, is_required, on_done
+        )
         with self._changed:
             if self._is_closing:
                 raise RuntimeError("the reader is closed")

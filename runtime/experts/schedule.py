@@ -13,13 +13,15 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
 from runtime.experts.layout import Span
-from runtime.units import PAGE_NBYTES
+from runtime.units import PAGE_NBYTES, align_up
 
 
-def cut_spans(spans: Sequence[Span], pieces: int) -> list[Span]:
-    """Cut aligned spans into about `pieces` parts of whole pages, at least one per span."""
-    pages = sum(span.nbytes for span in spans) // PAGE_NBYTES
-    size = max(1, -(-pages // pieces)) * PAGE_NBYTES
+def cut_spans(spans: Sequence[Span], pieces: int, min_nbytes: int = PAGE_NBYTES) -> list[Span]:
+    """Cut aligned spans into about `pieces` parts of whole pages, at least one per span.
+
+    A part is not cut smaller than `min_nbytes`.
+    """
+    size = align_up(max(-(-sum(span.nbytes for span in spans) // pieces), min_nbytes))
     return [
         Span(
             span.file_idx,
