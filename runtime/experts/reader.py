@@ -126,6 +126,8 @@ class DirectReader:
                 f"{self._where(job, piece)}: {error.strerror or error}",
                 "see the kernel log (dmesg): a drive that gives this error may be failing",
             )
+        except Exception as error:  # noqa: BLE001 - our own mistake: raised where the job is waited for
+            job.error = error
 
     def _where(self, job: ReadJob, piece: Span) -> str:
         what = (
