@@ -119,7 +119,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raw = f.read(header_nbytes)
     try:
         header = json.loads(raw)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise BadHeaderError(
             f"{path.name} has a header that is not JSON: {error}", _again(path)
         ) from error
@@ -163,7 +163,9 @@ def _parse_header(
 def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     try:
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        usable = all(type(n) is int and n >= 0 for n in (*shape, start, end))
+        usable = isinstance(dtype, str) and all(
+            type(n) is int and n >= 0 for n in (*shape, start, end)
+        )
     except (KeyError, TypeError, ValueError):
         usable = False
     if not usable:
@@ -296,7 +298,9 @@ def _open_indexed(root: Path, index_path: Path) -> dict[str, TensorInfo]:
     try:
         weight_map = json.loads(index_path.read_bytes())["weight_map"]
         shards = sorted(set(weight_map.values()))
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        if not all(isinstance(shard, str) for shard in shards):
+            raise TypeError("a shard's name is no text")
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise IndexMismatchError(
             f"{index_path.name} is not a weight index: {error!r}", _again(index_path)
         ) from error

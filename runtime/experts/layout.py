@@ -138,7 +138,7 @@ class PackedLayout:
         hint = "run the repack stage again: python run.py stages=[repack] force=[repack]"
         try:
             header = PackHeader(**json.loads((root / PACK_HEADER).read_text()))
-        except (OSError, json.JSONDecodeError, TypeError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise UserError(
                 f"the expert pack in {root} has no usable {PACK_HEADER}: {error}", hint
             ) from error

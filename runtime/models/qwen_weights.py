@@ -98,6 +98,8 @@ class QwenSpec:
             if found != wanted:
                 raise _unsupported(key, found, wanted)
         kinds = c["layer_types"]
+        if len(kinds) != c["num_hidden_layers"]:
+            raise _unsupported("layer_types (their number)", len(kinds), c["num_hidden_layers"])
         for kind in kinds:
             if kind not in ("linear_attention", "full_attention", "indexed_attention"):
                 raise _unsupported("layer_types", kind, "linear_attention or full_attention")
@@ -317,13 +319,7 @@ def read_expert_scalars(checkpoint: Checkpoint, key: ExpertKey) -> list[float]:
             if suffix == "input_scale" and full not in checkpoint.tensors:
                 values.append(math.nan)  # a weight-only engine does not use it
                 continue
-            info = checkpoint.info(full, "F32")
-            if info.shape not in ((), (1,)):
-                raise CheckpointError(
-                    f"tensor {full} has shape {list(info.shape)}, expected one value",
-                    "download it again",
-                )
-            (value,) = struct.unpack("<f", checkpoint.read(info))
+            (value,) = struct.unpack("<f", checkpoint.read(_scalar(checkpoint, full)))
             if not (math.isfinite(value) and value > 0):
                 raise CheckpointError(
                     f"tensor {full} is {value}, expected a positive number", "download it again"
@@ -333,13 +329,23 @@ def read_expert_scalars(checkpoint: Checkpoint, key: ExpertKey) -> list[float]:
     return values
 
 
+def _scalar(checkpoint: Checkpoint, name: str) -> TensorInfo:
+    """Return the place of one F32 value, stored with shape [] or [1]."""
+    info = checkpoint.info(name, "F32")
+    if info.shape not in ((), (1,)):
+        raise CheckpointError(
+            f"tensor {name} has shape {list(info.shape)}, expected one value", "download it again"
+        )
+    return info
+
+
 def read_ngram_table(checkpoint: Checkpoint, spec: QwenSpec) -> tuple[RowTable, float]:
     """Return the n-gram table in place, its parts in numeric order, and the scale of its E4M3 values."""
     name = f"{PREFIX}layers.{spec.ple_layer}.ple.ple_embedding.ngram_embedding."
     infos = [checkpoint.info(f"{name}shard_{i}.weight", "F8_E4M3") for i in range(spec.table_parts)]
-    rows, width = infos[0].shape
+    rows, width = (infos[0].shape or (0,))[0], spec.table_row_nbytes
     for info in infos:
-        checkpoint.info(info.name, "F8_E4M3", (rows, spec.table_row_nbytes))
+        checkpoint.info(info.name, "F8_E4M3", (rows, width))
     (bits,) = struct.unpack(
         "<H", read_extent(checkpoint.info(f"{name}weight_scale", "BF16", (1,)).extent)
     )
@@ -359,9 +365,9 @@ def account(checkpoint: Checkpoint, spec: QwenSpec) -> dict[str, int]:
         for info in expert_parts(checkpoint, spec, key):
             places[info.name] = "expert blocks"
         for projection in PROJECTIONS:
-            places[
-                checkpoint.info(f"{expert_name(key)}{projection}.weight_scale_2", "F32").name
-            ] = "expert scalars"
+            places[_scalar(checkpoint, f"{expert_name(key)}{projection}.weight_scale_2").name] = (
+                "expert scalars"
+            )
             places[f"{expert_name(key)}{projection}.input_scale"] = "expert scalars"
     table, _ = read_ngram_table(checkpoint, spec)
     name = f"{PREFIX}layers.{spec.ple_layer}.ple.ple_embedding.ngram_embedding."

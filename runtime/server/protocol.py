@@ -118,7 +118,7 @@ def parse_chat(raw: bytes, served_name: str, is_strict_model: bool) -> ChatReque
     """Check a request body. Raises ApiError naming the field and what was expected."""
     try:
         data = json.loads(raw)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the request body is not JSON: {error}", "invalid_json") from error
     if not isinstance(data, dict):
         raise ApiError(400, "the request body must be a JSON object", "invalid_json")

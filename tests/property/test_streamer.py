@@ -1,0 +1,416 @@
+"""The streamer against a plain dict of records: any route, guess, cache and delay; errors; callers that leave."""
+
+import errno
+import os
+import random
+import re
+import tempfile
+import threading
+import time
+from itertools import filterfalse
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from conf.schema import DirectIo, DriveConfig
+from runtime.checkpoint import Extent
+from runtime.experts.layout import ExpertKey, aligned_spans
+from runtime.experts.reader import DirectReader, ReadError
+from runtime.experts.streamer import ExpertStreamer, ResidentExperts
+from runtime.units import PAGE_NBYTES
+
+LAYERS, EXPERTS, ROUTE = 3, 7, 3
+
+
+class TwoPartLayout:
+    """Each expert in two unaligned runs, one per file, in shuffled order: neighbours share pages."""
+
+    num_layers, num_experts = LAYERS, EXPERTS
+    sizes = (5000, 700)
+
+    def __init__(self, folder, rng):
+        self.keys = [ExpertKey(layer, e) for layer in range(LAYERS) for e in range(EXPERTS)]
+        self.files = (Path(folder) / "codes", Path(folder) / "scales")
+        self.truth, self.extents = {}, {}
+        for file, nbytes in enumerate(self.sizes):
+            content = bytearray(rng.randbytes(rng.randint(0, 3000)))
+            for key in rng.sample(self.keys, len(self.keys)):
+                self.extents[key, file] = Extent(self.files[file], len(content), nbytes)
+                self.truth[key, file] = rng.randbytes(nbytes)
+                content += self.truth[key, file]
+            self.files[file].write_bytes(content)  # the last expert's page is short
+        self.record_nbytes = max(s[-1].dest + s[-1].nbytes for s in map(self.spans, self.keys))
+
+    def spans(self, key):
+        return aligned_spans([(file, self.extents[key, file]) for file in (0, 1)])
+
+    def pages(self, key):
+        return {
+            (self.files[s.file_idx].stat().st_ino, page)
+            for s in self.spans(key)
+            for page in range(s.offset, s.offset + s.nbytes, PAGE_NBYTES)
+        }
+
+    def check(self, key, record):
+        for file, span in enumerate(self.spans(key)):
+            at = span.dest + self.extents[key, file].offset - span.offset
+            assert record[at : at + self.sizes[file]].numpy().tobytes() == self.truth[key, file]
+
+
+class Drive:
+    """Reads after a random moment; pages in `bad` give EIO; reads at a shut gate wait."""
+
+    def __init__(self, rng, delay_s=0.0):
+        self.rng, self.delay_s = rng, delay_s
+        self.bad = set()
+        self.gate, self.gated = threading.Event(), set()
+        self.is_through = threading.Event()
+
+    def preadv(self, fd, buffers, offset):
+        inode = os.fstat(fd).st_ino
+        pages = {(inode, page) for page in range(offset, offset + len(buffers[0]), PAGE_NBYTES)}
+        if pages & self.gated:
+            assert self.gate.wait(60)
+        time.sleep(self.rng.random() * self.delay_s)
+        if pages & self.bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        got = os.preadv(fd, buffers, offset)
+        if pages & self.gated:
+            self.is_through.set()
+        return got
+
+
+routes = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=ROUTE, unique=True)
+layers = st.integers(0, LAYERS - 1)
+# how a caller that had enough leaves: it closes, raises, or just forgets the iterator
+leaving = st.sampled_from(["close", "throw", "forget"])
+
+
+class StreamerMachine(RuleBasedStateMachine):
+    @initialize(
+        cache_rows=st.integers(ROUTE, LAYERS * EXPERTS + 1),
+        sweep_rows=st.integers(1, 4),
+        prefetch=st.integers(0, 4),
+        config=st.builds(
+            DriveConfig,
+            st.sampled_from([DirectIo.auto, DirectIo.buffered]),
+            st.integers(1, 4),
+            st.integers(1, 8),
+            piece_kib=st.just(4),
+        ),
+        delay_us=st.sampled_from([0, 50, 200]),
+        seed=st.integers(0, 2**32),
+    )
+    def start(self, cache_rows, sweep_rows, prefetch, config, delay_us, seed):
+        rng = random.Random(seed)
+        self.folder = tempfile.TemporaryDirectory()
+        self.layout = TwoPartLayout(self.folder.name, rng)
+        self.drive = Drive(rng, delay_us * 1e-6)
+        reader = DirectReader(self.layout.files, config, self.drive.preadv)
+        self.streamer = ExpertStreamer(self.layout, reader, cache_rows, sweep_rows, prefetch)
+        self.cache_rows = cache_rows
+        self.lookups = 0
+        self.bad = set()  # keys whose reads fail now
+        self.suspect = set()  # keys whose reads may have failed before the drive was mended
+        self.forgotten = []
+
+    def settled(self):
+        book = self.streamer.cache
+        return set(filterfalse(book.is_in_flight, book.keys()))
+
+    def failed(self, error, keys):
+        """Check that an error names an expert that was asked for and could not be read."""
+        named = ExpertKey(*map(int, re.search(r"layer (\d+), expert (\d+)", str(error)).groups()))
+        assert named in keys & (self.bad | self.suspect)
+        self.suspect.discard(named)
+
+    def leave(self, items, how):
+        if how == "close":
+            items.close()
+        elif how == "throw":
+            with pytest.raises(KeyboardInterrupt):
+                items.throw(KeyboardInterrupt())
+        else:
+            self.forgotten.append(items)
+
+    @rule(layer=layers, ids=routes, guesses=st.permutations(range(EXPERTS)))
+    def fetch(self, layer, ids, guesses):
+        streamer = self.streamer
+        keys = {ExpertKey(layer, e) for e in ids}
+        settled, here = self.settled(), set(streamer.cache.keys())
+        before = streamer.counters.copy()
+        seen, error = {}, None
+        items = streamer.fetch(layer, ids, guesses)
+        try:
+            for expert, record in items:
+                assert expert not in seen
+                seen[expert] = record
+                for e, kept in seen.items():  # valid until the iterator ends
+                    self.layout.check(ExpertKey(layer, e), kept)
+        except ReadError as caught:
+            error = caught
+            self.failed(error, keys)
+        if error is None:
+            assert seen.keys() == set(ids)
+            assert not keys & self.bad - here
+            assert keys <= set(streamer.cache.keys())
+            self.suspect -= keys
+        self.lookups += len(ids)
+        counted = streamer.counters.since(before)
+        assert counted.hits + counted.late + counted.misses == len(ids)
+        assert counted.hits >= len(keys & settled)  # what was there was not evicted or read again
+        assert counted.misses >= len(keys - here)
+        self.nothing_pinned()
+
+    @rule(
+        layer=layers,
+        ids=routes,
+        guesses=st.permutations(range(EXPERTS)),
+        taken=st.integers(0, ROUTE),
+        how=leaving,
+    )
+    def leave_a_fetch(self, layer, ids, guesses, taken, how):
+        items = self.streamer.fetch(layer, ids, guesses)
+        self.leave_after(items, layer, ids, taken, how)
+
+    @rule(
+        layer=layers,
+        ids=st.permutations(range(EXPERTS)),
+        taken=st.integers(0, EXPERTS),
+        how=leaving,
+    )
+    def leave_a_sweep(self, layer, ids, taken, how):
+        self.leave_after(self.streamer.sweep(layer, ids), layer, ids, taken, how)
+
+    def leave_after(self, items, layer, ids, taken, how):
+        seen = set()
+        try:
+            for _ in range(min(taken, len(ids))):
+                expert, record = next(items)
+                self.layout.check(ExpertKey(layer, expert), record)
+                seen.add(expert)
+        except ReadError as error:
+            self.failed(error, {ExpertKey(layer, e) for e in ids})
+            return
+        assert len(seen) == min(taken, len(ids))
+        assert seen <= set(ids)
+        self.leave(items, how)
+        if how != "forget" and taken:  # one that never started has released nobody
+            self.nothing_pinned()
+
+    @rule(layer=layers, ids=st.permutations(range(EXPERTS)), count=st.integers(0, EXPERTS))
+    def sweep(self, layer, ids, count):
+        ids = ids[:count]
+        keys = {ExpertKey(layer, e) for e in ids}
+        settled, here = self.settled(), set(self.streamer.cache.keys())
+        before = self.streamer.counters.copy()
+        seen = []
+        try:
+            for expert, record in self.streamer.sweep(layer, ids):
+                self.layout.check(ExpertKey(layer, expert), record)
+                seen.append(expert)
+        except ReadError as error:
+            self.failed(error, keys)
+        else:
+            assert seen == list(ids)  # each once, in the order given
+            assert not keys & self.bad - here
+            self.suspect -= keys
+            counted = self.streamer.counters.since(before)
+            assert counted.sweep_hits + counted.sweep_misses == len(ids)
+            assert counted.sweep_hits >= len(keys & settled)
+        assert settled <= set(self.streamer.cache.keys())  # nobody is evicted
+        self.nothing_pinned()
+
+    @rule()
+    def collect_forgotten(self):
+        """The garbage collector closes old iterators whenever it likes."""
+        self.forgotten.clear()
+
+    @rule(key=st.builds(ExpertKey, layers, st.integers(0, EXPERTS - 1)))
+    def damage(self, key):
+        self.mend()
+        self.drive.bad = {min(self.layout.pages(key))}
+        self.bad = {k for k in self.layout.keys if self.layout.pages(k) & self.drive.bad}
+
+    @precondition(lambda self: self.bad)
+    @rule()
+    def mend(self):
+        # reads that are on their way may have failed already
+        self.suspect = (self.suspect | self.bad) & set(self.streamer.cache.keys())
+        self.drive.bad, self.bad = set(), set()
+
+    def nothing_pinned(self):
+        assert not self.streamer.cache._pins
+
+    @invariant()
+    def counters_add_up(self):
+        c = self.streamer.counters
+        assert c.guesses_used + c.guesses_wasted + c.guesses_cancelled <= c.guesses_issued
+        assert c.read_nbytes <= self.layout.record_nbytes * (
+            c.misses + c.sweep_misses + c.guesses_issued - c.guesses_cancelled
+        )
+        assert len(self.streamer.cache) <= self.cache_rows
+
+    def teardown(self):
+        if not hasattr(self, "streamer"):
+            return
+        self.mend()
+        for layer in range(LAYERS):  # usable to the last row, whatever happened before
+            ids = range(min(EXPERTS, self.cache_rows))
+            for _ in range(len(ids) + 1):  # one left-over error each, at most
+                try:
+                    seen = dict(self.streamer.fetch(layer, ids))
+                    break
+                except ReadError as error:
+                    self.failed(error, {ExpertKey(layer, e) for e in ids})
+            assert seen.keys() == set(ids)
+        self.streamer.close()
+        self.folder.cleanup()
+
+
+TestStreamerMachine = StreamerMachine.TestCase
+TestStreamerMachine.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return TwoPartLayout(tmp_path, random.Random(3))
+
+
+def open_streamer(layout, drive, cache_rows, prefetch=2, sweep_rows=2, window=1, pieces=4):
+    config = DriveConfig(window=window, pieces=pieces, piece_kib=4)
+    reader = DirectReader(layout.files, config, drive.preadv)
+    return ExpertStreamer(layout, reader, cache_rows, sweep_rows, prefetch)
+
+
+def counts(streamer):
+    c = streamer.counters
+    return (c.guesses_issued, c.guesses_used, c.guesses_wasted, c.guesses_cancelled)
+
+
+def test_what_becomes_of_guesses(layout):
+    """Window 1: the first guess is stuck on the drive, the second waits behind it."""
+    drive = Drive(random.Random(0))
+    streamer = open_streamer(layout, drive, cache_rows=8)
+    drive.gated = {min(layout.pages(ExpertKey(1, 0)))}
+    # 1 and 2 share no page with 0, or they would be stuck, too
+    free = [e for e in range(1, EXPERTS) if not layout.pages(ExpertKey(1, e)) & drive.gated]
+    wrong, needed = free[:2]
+    list(streamer.fetch(0, [0, 1], guesses=[0, wrong]))
+    assert counts(streamer) == (2, 0, 0, 0)
+    read = streamer.counters.read_nbytes
+    for expert, record in streamer.fetch(1, [needed]):
+        layout.check(ExpertKey(1, expert), record)
+    assert counts(streamer) == (2, 0, 1, 1)
+    assert streamer.counters.read_nbytes == read  # one taken back, one needed
+    assert streamer.cache.row_of(ExpertKey(1, wrong)) is None
+    drive.gate.set()
+    for expert, record in streamer.fetch(1, [0]):  # it was on its way, or is there by now
+        layout.check(ExpertKey(1, expert), record)
+    assert streamer.counters.misses == 3
+    assert counts(streamer) == (2, 0, 1, 1)
+    list(streamer.fetch(0, [0], guesses=[0, needed, 5, 6]))  # what is in RAM does not count
+    assert counts(streamer) == (4, 0, 1, 1)
+    list(streamer.fetch(1, [5]))
+    assert counts(streamer)[1] == 1
+    streamer.close()
+
+
+def test_no_guesses_behind_the_last_layer(layout):
+    streamer = open_streamer(layout, Drive(random.Random(0)), cache_rows=8)
+    list(streamer.fetch(LAYERS - 1, [0], guesses=[0, 1]))
+    assert counts(streamer) == (0, 0, 0, 0)
+    streamer.close()
+
+
+def test_a_wrong_guess_is_the_first_to_go(layout):
+    streamer = open_streamer(layout, Drive(random.Random(0)), cache_rows=3, prefetch=1)
+    list(streamer.fetch(0, [0, 1], guesses=[4]))
+    list(streamer.fetch(0, [1]))  # judged: it goes before the older expert 0
+    while streamer.cache.is_in_flight(ExpertKey(1, 4)):
+        list(streamer.fetch(0, [1]))
+    list(streamer.fetch(0, [2]))
+    assert set(streamer.cache.keys()) == {ExpertKey(0, e) for e in (0, 1, 2)}
+    streamer.close()
+
+
+def test_a_hit_makes_an_expert_young(layout):
+    streamer = open_streamer(layout, Drive(random.Random(0)), cache_rows=3)
+    for ids in ([0, 1, 2], [0], [3]):
+        list(streamer.fetch(0, ids))
+    assert set(streamer.cache.keys()) == {ExpertKey(0, e) for e in (0, 2, 3)}
+    streamer.close()
+
+
+def test_a_miss_does_not_evict_a_hit_of_its_own_layer(layout):
+    """The oldest row is in the route: the miss must take another one's place."""
+    streamer = open_streamer(layout, Drive(random.Random(0)), cache_rows=3)
+    list(streamer.fetch(0, [0]))
+    list(streamer.fetch(1, [0, 1]))
+    for _, record in streamer.fetch(0, [5, 0]):
+        assert record.is_cpu
+    assert streamer.counters.hits == 1
+    assert {ExpertKey(0, 0), ExpertKey(0, 5)} <= set(streamer.cache.keys())
+    streamer.close()
+
+
+def test_a_sweep_fills_a_cold_cache_and_no_more(layout):
+    """Full - 1: one row is free, the first expert of the prompt takes it, the others pass through."""
+    streamer = open_streamer(layout, Drive(random.Random(0)), cache_rows=3)
+    list(streamer.fetch(0, [0, 1]))
+    for expert, record in streamer.sweep(1, range(EXPERTS)):
+        layout.check(ExpertKey(1, expert), record)
+    assert set(streamer.cache.keys()) == {ExpertKey(0, 0), ExpertKey(0, 1), ExpertKey(1, 0)}
+    read = streamer.counters.read_nbytes
+    assert read == (2 + EXPERTS) * layout.record_nbytes  # each expert once
+    streamer.close()
+
+
+def test_a_row_of_an_abandoned_sweep_is_not_reused_while_it_is_written(layout):
+    drive = Drive(random.Random(0))
+    streamer = open_streamer(layout, drive, cache_rows=3, window=2)
+    list(streamer.fetch(0, [0, 1, 2]))  # the cache is full: sweeps go through the two staging rows
+    late = ExpertKey(1, 4)
+    stuck = {min(layout.pages(late))}
+    free = [k for k in layout.keys if k.layer and not layout.pages(k) & stuck]
+    first = next(k.expert for k in free if k.layer == 1)
+    drive.gated = stuck
+    items = streamer.sweep(1, [first, late.expert])
+    assert next(items)[0] == first
+    items.close()  # the second row is being written
+    threading.Timer(0.02, drive.gate.set).start()
+    for expert, record in streamer.sweep(2, [k.expert for k in free if k.layer == 2][:2]):
+        assert drive.is_through.wait(60)  # the old read has ended, whenever it may
+        layout.check(ExpertKey(2, expert), record)
+    streamer.close()
+
+
+def test_an_error_is_raised_until_it_is_gone(layout):
+    drive = Drive(random.Random(0))
+    streamer = open_streamer(layout, drive, cache_rows=3)
+    drive.bad = {min(layout.pages(ExpertKey(1, 4)))}
+    for attempt in (streamer.fetch, streamer.sweep, streamer.fetch):
+        with pytest.raises(ReadError, match="layer 1, expert 4"):
+            list(attempt(1, [4]))
+    drive.bad = set()
+    for attempt in (streamer.fetch, streamer.sweep):
+        ((expert, record),) = attempt(1, [4])
+        layout.check(ExpertKey(1, expert), record)
+    streamer.close()
+
+
+def test_resident_experts_are_the_same_bytes(layout):
+    drive = Drive(random.Random(0))
+    resident = ResidentExperts(layout, DirectReader(layout.files, DriveConfig(), drive.preadv))
+    for key in layout.keys:
+        for source in (resident.fetch(key.layer, [key.expert]), resident.sweep(*key[:1], key[1:])):
+            ((expert, record),) = source
+            assert expert == key.expert
+            layout.check(key, record)
+    assert resident.counters.hits == len(layout.keys)
+    drive.bad = {min(layout.pages(ExpertKey(2, 6)))}
+    with pytest.raises(ReadError):
+        ResidentExperts(layout, DirectReader(layout.files, DriveConfig(), drive.preadv))
