@@ -25,11 +25,18 @@ FREE_TEXT = (
     "paths.artifacts",
 )  # values that need no quoting
 
+TAKES_VALUE = (  # Hydra's options whose next word is no override
+    *("--cfg", "-c", "--info", "-i", "--package", "-p", "--experimental-rerun"),
+    *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
+)
+
 exit_code = 0
 
 
 def main(argv: list[str]) -> int:
     """Run the command line. Returns the exit code: 0, 1 failure, 2 wrong use, 3 wrong bytes or numbers, 4 busy."""
+    global exit_code
+    exit_code = 0
     from conf.schema import ConfigError
     from runtime.errors import UserError
 
@@ -69,7 +76,9 @@ def _on_term(_signum: int, _frame: FrameType | None) -> None:
 def _compose_and_run() -> None:
     import hydra
     from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
     from omegaconf import DictConfig
+    from omegaconf.errors import OmegaConfBaseException
 
     from conf.schema import ConfigError, RunConfig, load
     from runtime.errors import UserError
@@ -82,8 +91,27 @@ def _compose_and_run() -> None:
             run_stages(load(cfg))
         except (ConfigError, UserError) as error:  # of a sweep, the other points still run
             exit_code = report(error)
+        except BrokenPipeError:  # nobody reads stdout any more; Hydra would print a traceback
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of Hydra's own report and exit
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _as_usage_error(error) from error
+
+
+def _as_usage_error(error: Exception) -> Exception:
+    """Put Hydra's complaint about an override into one line, with what the grammar wants where we know it."""
+    from runtime.errors import UsageError
+
+    cause = str(error.__cause__ or "").partition("\n")[0]
+    text = ": ".join(filter(None, (str(error).partition("\n")[0], cause)))
+    if (word := getattr(error, "override", None)) is not None:
+        text = f"cannot read {word!r}: {text}"
+    if "ListConfig" in text or "stages=" in text:
+        return UsageError(text, "a list is written in brackets: stages=[chat]")
+    return UsageError(text, "`python run.py --cfg job` prints every key with its value")
 
 
 def run_stages(cfg: object) -> None:
@@ -122,9 +150,11 @@ def prepare(argv: list[str]) -> list[str]:
                 f"the argument {word.encode('utf-8', 'surrogateescape')!r} is not valid UTF-8",
                 "set a UTF-8 locale (LC_ALL=C.UTF-8), or convert the text with iconv",
             )
-    prepared = [_prepare_override(word) for word in argv]
-    _check_outputs(prepared)
-    return prepared
+    _check_outputs(argv)
+    return [
+        word if before in TAKES_VALUE else _prepare_override(word)
+        for before, word in zip(["", *argv], argv, strict=False)
+    ]
 
 
 def _prepare_override(word: str) -> str:
@@ -141,12 +171,11 @@ def _prepare_override(word: str) -> str:
 
 def _quoted(value: str) -> str:
     """Return Hydra's quoted form of a text, unless it is quoted already."""
-    if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
+    if re.fullmatch(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", value, re.DOTALL):
         return value
-    escaped = re.sub(r'(\\*)"', lambda m: m[1] * 2 + '\\"', value)
-    if (tail := re.search(r"\\+$", escaped)) is not None:
-        escaped += tail[0]
-    return '"' + escaped.replace("${", "\\${") + '"'
+    value = re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + "\\${", value)  # OmegaConf's grammar
+    value = re.sub(r'(\\*)("|\Z)', lambda m: m[1] * 2 + (m[2] and '\\"'), value)  # Hydra's
+    return f'"{value}"'
 
 
 def _check_key(shown: str, key: str, value: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from runtime.errors import UserError
@@ -71,7 +72,7 @@ def ram_limit(
     if wanted_gib * GIB > total[0]:
         raise UserError(
             f"hw.ram_gib is {wanted_gib:g} GiB, but this machine has {total[0] / GIB:.1f} GiB ({total[1]})",
-            f"set hw.ram_gib={total[0] / GIB:.1f} or less, or leave it out",
+            f"set hw.ram_gib={math.floor(total[0] / GIB * 100) / 100:g} or less, or leave it out",
         )
     return max(0, int((wanted_gib - reserve_gib) * GIB))
 
@@ -85,6 +86,13 @@ def plan_memory(
     """
     all_experts = sizes.num_layers * sizes.num_experts
     fixed = sizes.residents_nbytes + sizes.state_nbytes
+    need = fixed + (sizes.top_k + 1) * sizes.record_nbytes
+    if need > limit_nbytes:
+        raise UserError(
+            f"this model needs {format_nbytes(need)} of RAM at least, the plan may use "
+            f"{format_nbytes(max(0, limit_nbytes))}",
+            "free memory, raise hw.ram_gib, lower hw.reserve_gib or model.context_tokens",
+        )
     if cache_gib is None:
         sweep_rows = min(sweep_experts, sizes.num_experts)
         rows = min(all_experts, (limit_nbytes - fixed) // sizes.record_nbytes - sweep_rows)
@@ -93,16 +101,13 @@ def plan_memory(
         ):  # little room: the prompt's staging gives way first
             sweep_rows = 1
             rows = min(all_experts, (limit_nbytes - fixed) // sizes.record_nbytes - sweep_rows)
-        if rows < sizes.top_k:
-            need = fixed + (sizes.top_k + 1) * sizes.record_nbytes
-            raise UserError(
-                f"this model needs {format_nbytes(need)} of RAM at least, the plan may use "
-                f"{format_nbytes(max(0, limit_nbytes))}",
-                "free memory, raise hw.ram_gib, lower hw.reserve_gib or model.context_tokens",
-            )
     else:
         sweep_rows = min(sweep_experts, sizes.num_experts)
         rows = min(all_experts, max(sizes.top_k, int(cache_gib * GIB) // sizes.record_nbytes))
+        room_rows = (limit_nbytes - fixed) // sizes.record_nbytes - rows
+        sweep_rows = max(
+            1, min(sweep_rows, room_rows)
+        )  # little room: the prompt's staging gives way first
     plan = MemoryPlan(
         limit_nbytes,
         sizes.residents_nbytes,
@@ -113,7 +118,7 @@ def plan_memory(
         _warnings(sizes, rows, cache_gib),
     )
     if plan.total_nbytes > limit_nbytes:
-        room = max(0, limit_nbytes - fixed - sweep_rows * sizes.record_nbytes)
+        room = max(0, limit_nbytes - fixed - sizes.record_nbytes)
         raise UserError(
             f"cache.ram_gib={cache_gib:g} makes a plan of {format_nbytes(plan.total_nbytes)}, but "
             f"{format_nbytes(limit_nbytes)} of RAM may be used",
@@ -126,7 +131,11 @@ def _warnings(sizes: ModelSizes, rows: int, cache_gib: float | None) -> tuple[st
     need = sizes.token_experts
     if rows >= need or cache_gib == 0:
         return ()
+    gib = math.ceil(need * sizes.record_nbytes / GIB * 1e4) / 1e4
+    advice = f"cache.ram_gib={gib:g} would hold one token's experts"
+    if cache_gib is None:
+        advice = f"one token's experts need {gib:g} GiB: raise hw.ram_gib, or lower hw.reserve_gib"
     return (
         f"the expert cache holds {rows} experts, one token uses {need}: under LRU nearly nothing is found again; "
-        f"cache.ram_gib={need * sizes.record_nbytes / GIB:.3g} would hold one token's experts",
+        f"{advice}",
     )

@@ -191,7 +191,7 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
 
 
 def _again(path: Path) -> str:
-    return f"delete {path} and run the download stage again"
+    return f"fetch {path.name} again and put it in the place of {path}"
 
 
 class Checkpoint:

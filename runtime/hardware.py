@@ -40,7 +40,8 @@ def available_ram_nbytes() -> tuple[int, str]:
         used = _read_int(
             path.with_name(path.name.replace("max", "current").replace("limit", "usage"))
         )
-        found.append((max(0, limit - (used or 0)), f"cgroup limit {path} less what is used"))
+        used = max(0, (used or 0) - _inactive_file(path.with_name("memory.stat")))
+        found.append((max(0, limit - used), f"cgroup limit {path} less what is used"))
     return min(found)
 
 
@@ -61,6 +62,15 @@ def _cgroup_limits() -> list[tuple[Path, int]]:
                 p / "memory.max" for p in (group, *group.parents) if p.is_relative_to(CGROUP_V2)
             ] + candidates
     return [(path, value) for path in candidates if (value := _read_int(path)) is not None]
+
+
+def _inactive_file(path: Path) -> int:
+    """Return the page cache of a cgroup that the kernel gives up first (v1 says it with its children's)."""
+    try:
+        pairs = dict(line.split() for line in path.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(pairs.get("total_inactive_file", pairs.get("inactive_file", 0)))
 
 
 def _read_int(path: Path) -> int | None:

@@ -203,7 +203,8 @@ class Runner:
     def find(self, name: str) -> Output | None:
         """Return a stage's finished output for this config, if there is one."""
         record = _read_json(self.folder(name) / RECORD_NAME)
-        return None if record is None else Output(self.folder(name), record)
+        is_whole = record is not None and {"inputs", "files", "facts", "digest"} <= record.keys()
+        return Output(self.folder(name), record) if record is not None and is_whole else None
 
     def decide(self, name: str) -> Decision:
         """Say what would be done with a stage now, and why."""
@@ -213,16 +214,16 @@ class Runner:
         if name in self.cfg.forced_stages:
             return Decision("run", "forced")
         output = self.find(name)
-        if output is not None:
-            reason = self._stale(output)
-            return Decision("run", reason) if reason else Decision("skip", "record matches")
+        reason = None if output is None else self._stale(output)
+        if output is not None and reason is None:
+            return Decision("skip", "record matches")
         partial = _partial(self.folder(name))
         if partial.exists() and self._is_resumable(stage, partial):
             units = _read_journal(partial)
             total = (_read_json(partial / PLAN_NAME) or {}).get("num_units")
             of = f" of {total}" if total else ""
             return Decision("resume", f"{len(units)}{of} units are done")
-        return Decision("run", self._why_new(stage))
+        return Decision("run", reason or self._why_new(stage))
 
     def _stale(self, output: Output) -> str | None:
         """Return why a finished output may not be used, or None."""
@@ -245,7 +246,7 @@ class Runner:
 
     def _is_resumable(self, stage: Stage, partial: Path) -> bool:
         plan = _read_json(partial / PLAN_NAME)
-        return plan is not None and plan["inputs"] == self._input_digests(stage)
+        return plan is not None and plan.get("inputs") == self._input_digests(stage)
 
     def _input_digests(self, stage: Stage) -> dict[str, str]:
         outputs = {need: self.find(need) for need in stage.needs(self.cfg)}
@@ -308,7 +309,8 @@ class Runner:
                 with Lock(self.root / f"{name}-{self.key(name)}.lock"):
                     decision = self.decide(name)  # another run may have finished it a moment ago
                     if decision.action != "skip":
-                        self._make(stage, inputs, decision)
+                        with _disk_errors(name, self.root):
+                            self._make(stage, inputs, decision)
             output = self.find(name)
             assert output is not None, f"{name} finished without a record"
             if name in targets:
@@ -368,15 +370,7 @@ class Runner:
         write_atomically(partial / JOURNAL_NAME, "".join(lines))
         ctx = StageContext(self.cfg, stage, inputs, partial, self, units=units)
         started = time.time()
-        try:
-            stage.run(ctx)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise UserError(
-                    f"{stage.name} ran out of disk in {partial}: {error.strerror}",
-                    "what is finished is kept: free some disk and run the same command again",
-                ) from error
-            raise
+        stage.run(ctx)
         self._finish(ctx, partial, final, digests, started)
 
     def _finish(
@@ -397,7 +391,6 @@ class Runner:
         files |= {
             str(path.resolve()): _describe(path, digest) for path, digest in ctx.external.items()
         }
-        # by bare name: the same files in another folder are the same output
         contents = {
             Path(name).name: [entry["nbytes"], entry["blake3"]] for name, entry in files.items()
         }
@@ -416,15 +409,32 @@ class Runner:
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         write_atomically(partial / RECORD_NAME, json.dumps(record, indent=1) + "\n")
-        (partial / JOURNAL_NAME).unlink(missing_ok=True)
-        (partial / PLAN_NAME).unlink(missing_ok=True)
         replaced = final.with_name(final.name + ".replaced")
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
         partial.rename(final)
         fsync_folder(final.parent)
+        for name in (
+            JOURNAL_NAME,
+            PLAN_NAME,
+        ):  # after the rename: a crash before it can still go on
+            (final / name).unlink(missing_ok=True)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _disk_errors(stage: str, root: Path) -> Iterator[None]:
+    """Turn a full disk into a sentence, wherever in the making it is met."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise UserError(
+            f"{stage} ran out of disk in {root}: {error.strerror}",
+            "what is finished is kept: free some disk and run the same command again",
+        ) from error
 
 
 class Lock:
@@ -563,10 +573,10 @@ def _allocated(folder: Path) -> int:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        data: dict[str, Any] = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        data = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # also bytes that are no text
         return None
-    return data
+    return data if isinstance(data, dict) else None
 
 
 def _read_journal(partial: Path) -> dict[str, dict[str, Any]]:

@@ -53,6 +53,10 @@ def run(ctx: StageContext) -> None:
         path for path in sorted(root.iterdir()) if path.is_file() and _is_wanted(path, ctx.cfg)
     ]
     wanted = sorted({*wanted, *checkpoint.files()})
+    for path in wanted:  # hashed before a stop, written to since: again
+        unit = ctx.units.get(path.name)
+        if unit is not None and unit["mtime_ns"] != path.stat().st_mtime_ns:
+            del ctx.units[path.name]
     for name in ctx.todo([path.name for path in wanted], "files checked"):
         found = (root / name).stat()
         ctx.done(name, blake3=file_digest(root / name), mtime_ns=found.st_mtime_ns)

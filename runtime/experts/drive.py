@@ -99,6 +99,10 @@ class FileSet:
             start = align_down(got) if self.is_direct else got
             end = start + self._preadv(self._fds[file_idx], [buffer[start:]], offset + start)
             if end <= got:
+                if offset + got < os.fstat(self._fds[file_idx]).st_size:
+                    raise OSError(
+                        errno.EIO, "the drive gives no more bytes, though the file goes on"
+                    )
                 raise EOFError(offset + got)
             got = end
         if self._simulated is not None:

@@ -30,7 +30,11 @@ class DirectReader:
         self._files = FileSet(files, config, preadv)
         self._num_pieces, self._min_piece = config.pieces, config.piece_kib * 1024
         self._queue = ReadQueue(config.window)
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)  # workers wait for work
+        self._finished = threading.Condition(
+            lock
+        )  # `wait` waits for jobs; a wake-up must not go astray between them
         self._is_closing = False
         self._threads = [
             threading.Thread(target=self._work, name=f"reader-{i}", daemon=True)
@@ -78,9 +82,9 @@ class DirectReader:
 
     def wait(self, job: ReadJob) -> None:
         """Wait until a job is done; raise its error."""
-        with self._changed:
+        with self._finished:
             while not job.is_done:
-                self._changed.wait()
+                self._finished.wait()
         if job.error is not None:
             raise job.error
 
@@ -107,6 +111,7 @@ class DirectReader:
                 is_done = self._queue.finish(job)
                 if is_done:
                     self._changed.notify_all()  # the window moved
+                    self._finished.notify_all()
             if is_done and job.on_done is not None:
                 job.on_done(job)
 

@@ -593,6 +593,15 @@ def open_model(
     weights = load_residents(files.residents / RESIDENTS_NAME, device, dtype)
     tables = json.loads((files.residents / TABLES_NAME).read_text())
     table, table_scale = table_from_json(tables, files.snapshot)
+    name = f"layers.{spec.ple_layer}.ple.ple_embedding."
+    last_row = int(
+        (weights[f"{name}ngram_heads_offsets"] + weights[f"{name}ngram_heads_vocab_sizes"]).max()
+    )
+    if last_row > table.num_rows:
+        raise UserError(
+            f"the n-gram table has {table.num_rows:,} rows, the checkpoint's constants reach row {last_row:,}",
+            "the snapshot mixes two releases: fetch it again",
+        )
     reader = DirectReader(sorted({part.file for part in table.parts}), config.hw.drive)
     rows = RowReader(table, reader, config.cache.table_rows)
     scalars = read_pack_scalars(files.pack, spec)

@@ -81,7 +81,16 @@ class QwenSpec:
         """Read a release's config.json. Raises UserError naming the key and value that are not supported."""
         if config.get("model_type") != "qwen4_exp":
             raise _unsupported("model_type", config.get("model_type"), "qwen4_exp")
-        c: Mapping[str, Any] = config["text_config"]
+        try:
+            return cls._from_text_config(config["text_config"])
+        except KeyError as error:
+            raise UserError(
+                f"the checkpoint's config.json lacks {error}",
+                "fetch the snapshot again, or check model.family",
+            ) from error
+
+    @classmethod
+    def _from_text_config(cls, c: Mapping[str, Any]) -> QwenSpec:
         rope = c["rope_parameters"]
         required: dict[str, tuple[Any, Any]] = {
             "hidden_act": (c.get("hidden_act"), "silu"),
@@ -350,6 +359,10 @@ def read_ngram_table(checkpoint: Checkpoint, spec: QwenSpec) -> tuple[RowTable, 
         "<H", read_extent(checkpoint.info(f"{name}weight_scale", "BF16", (1,)).extent)
     )
     (scale,) = struct.unpack("<f", struct.pack("<I", bits << 16))
+    if not (math.isfinite(scale) and scale > 0):
+        raise CheckpointError(
+            f"tensor {name}weight_scale is {scale}, expected a positive number", "fetch it again"
+        )
     return RowTable(tuple(info.extent for info in infos), rows, width), scale
 
 

@@ -1,0 +1,188 @@
+"""The memory plan: within its limit, never below a layer's route, and with advice that works when it is followed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from runtime.budget import MemoryPlan, ModelSizes, plan_memory, ram_limit
+from runtime.errors import UserError
+from runtime.units import GIB, MIB, format_nbytes
+
+PAGE = 4096
+
+
+@st.composite
+def model_sizes(draw) -> ModelSizes:
+    num_experts = draw(st.integers(1, 512))
+    return ModelSizes(
+        residents_nbytes=draw(st.integers(0, 12 * GIB)),
+        state_nbytes=draw(st.integers(0, 2 * GIB)),
+        record_nbytes=draw(st.integers(1, 4096)) * PAGE,
+        num_layers=draw(st.integers(1, 64)),
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, num_experts)),
+    )
+
+
+limits = st.one_of(st.integers(0, 64 * GIB), st.integers(0, 64).map(lambda n: n * GIB))
+caches = st.one_of(st.none(), st.just(0.0), st.floats(0, 64), st.floats(0, 0.5))
+sweeps = st.integers(1, 512)
+
+
+def plan_or_error(*args: object) -> MemoryPlan | UserError:
+    try:
+        return plan_memory(*args)
+    except UserError as error:
+        return error
+
+
+@settings(max_examples=300)
+@given(model_sizes(), limits, caches, sweeps)
+def test_a_plan_keeps_its_limits(sizes, limit, cache_gib, sweep):
+    plan = plan_or_error(sizes, limit, cache_gib, sweep)
+    if isinstance(plan, UserError):
+        assert len(re.findall(r"[\d.,]+ (?:B|KiB|MiB|GiB|TiB)\b", plan.message)) == 2, plan.message
+        assert format_nbytes(limit) in plan.message
+        assert plan.hint
+        return
+    needed = sizes.residents_nbytes + sizes.state_nbytes
+    needed += (plan.cache_rows + plan.sweep_rows) * sizes.record_nbytes
+    assert plan.total_nbytes == needed <= limit
+    assert sizes.top_k <= plan.cache_rows <= sizes.num_layers * sizes.num_experts
+    assert 1 <= plan.sweep_rows <= min(sweep, sizes.num_experts)
+    if cache_gib is not None:
+        assert plan.cache_nbytes <= max(cache_gib * GIB, sizes.top_k * sizes.record_nbytes)
+    else:
+        room = limit - plan.total_nbytes
+        is_full = plan.cache_rows == sizes.num_layers * sizes.num_experts
+        assert is_full or room < sizes.record_nbytes, "all that is left goes to the cache"
+
+
+@settings(max_examples=200)
+@given(model_sizes(), limits, st.integers(0, 8 * GIB), caches, sweeps)
+def test_more_memory_never_means_a_smaller_cache(sizes, limit, more, cache_gib, sweep):
+    small = plan_or_error(sizes, limit, cache_gib, sweep)
+    large = plan_or_error(sizes, limit + more, cache_gib, sweep)
+    assume(isinstance(small, MemoryPlan))
+    assert isinstance(large, MemoryPlan)
+    # the prompt's staging may come back first, which is worth a few rows
+    staged = large.sweep_rows - small.sweep_rows
+    assert large.cache_rows >= small.cache_rows - max(0, staged)
+
+
+@settings(max_examples=200)
+@given(model_sizes(), limits, st.floats(0, 32), st.floats(0, 32), sweeps)
+def test_asking_for_more_cache_never_gives_less(sizes, limit, a, b, sweep):
+    small, large = (plan_or_error(sizes, limit, gib, sweep) for gib in sorted((a, b)))
+    assume(isinstance(large, MemoryPlan))
+    assert isinstance(small, MemoryPlan), "the larger cache fits, the smaller one does not"
+    assert small.cache_rows <= large.cache_rows
+
+
+@settings(max_examples=300)
+@given(model_sizes(), limits, sweeps)
+def test_what_fits_by_itself_fits_with_no_cache(sizes, limit, sweep):
+    """`cache=none` is the smallest plan there is: it must not be refused where `cache=lru` is not."""
+    assume(isinstance(plan_or_error(sizes, limit, None, sweep), MemoryPlan))
+    assert isinstance(plan_or_error(sizes, limit, 0.0, sweep), MemoryPlan)
+
+
+@settings(max_examples=300)
+@given(model_sizes(), limits, caches, sweeps)
+def test_the_advice_of_a_refusal_works(sizes, limit, cache_gib, sweep):
+    refused = plan_or_error(sizes, limit, cache_gib, sweep)
+    assume(isinstance(refused, UserError))
+    match = re.search(r"cache\.ram_gib=([\d.e+-]+) or less", refused.hint)
+    if match is None:
+        assert not isinstance(plan_or_error(sizes, limit, 0.0, sweep), MemoryPlan)
+        return
+    assert isinstance(plan_or_error(sizes, limit, float(match[1]), sweep), MemoryPlan), refused.hint
+
+
+def _advised(plan: MemoryPlan) -> float:
+    (warning,) = plan.warnings
+    match = re.search(r"cache\.ram_gib=([\d.e+-]+) would hold one token's experts", warning)
+    assert match, warning
+    return float(match[1])
+
+
+@settings(max_examples=300)
+@example(ModelSizes(0, 0, 864 * 4096 * 3, 48, 512, 10), 31 * GIB, 1.0, 32)
+@example(ModelSizes(0, 0, 24576, 8, 64, 6), 31 * GIB, 0.0001, 32)
+@given(model_sizes(), st.just(2**50), st.floats(1e-4, 8), sweeps)
+def test_the_advice_of_the_warning_ends_it(sizes, limit, cache_gib, sweep):
+    """The cache is smaller than one token's experts: the number that the warning names must be enough."""
+    plan = plan_memory(sizes, limit, cache_gib, sweep)
+    assert bool(plan.warnings) == (plan.cache_rows < sizes.num_layers * sizes.top_k)
+    if plan.warnings:
+        assert f"holds {plan.cache_rows} experts" in plan.warnings[0]
+        assert f"uses {sizes.num_layers * sizes.top_k}" in plan.warnings[0]
+        better = plan_memory(sizes, limit, _advised(plan), sweep)
+        assert not better.warnings, f"{plan.warnings[0]}, but then: {better.warnings}"
+
+
+def test_a_warning_does_not_advise_what_would_be_refused():
+    """All that is left is too little for one token's experts: asking for more in cache.ram_gib cannot help."""
+    sizes = ModelSizes(6 * GIB, GIB, 3 * MIB, 48, 512, 10)
+    plan = plan_memory(sizes, 8 * GIB, None, 32)
+    assert plan.warnings, "480 experts of 3 MiB do not fit into 1 GiB"
+    match = re.search(r"cache\.ram_gib=([\d.e+-]+)", plan.warnings[0])
+    if match is not None:
+        assert isinstance(plan_or_error(sizes, 8 * GIB, float(match[1]), 32), MemoryPlan), (
+            f"{plan.warnings[0]}: this is refused"
+        )
+
+
+def test_no_cache_on_purpose_is_no_warning():
+    sizes = ModelSizes(GIB, 0, MIB, 8, 64, 6)
+    plan = plan_memory(sizes, 4 * GIB, 0, 32)
+    assert (plan.cache_rows, plan.warnings) == (6, ())
+
+
+def test_little_room_takes_from_the_staging_first():
+    sizes = ModelSizes(GIB, 0, MIB, 8, 64, 6)
+    least = GIB + 7 * MIB  # six rows for a layer's route, one for the prompt
+    plan = plan_memory(sizes, least, None, 32)
+    assert (plan.cache_rows, plan.sweep_rows) == (6, 1)
+    with pytest.raises(UserError) as caught:
+        plan_memory(sizes, least - 1, None, 32)
+    assert "needs 1.01 GiB of RAM at least, the plan may use 1.01 GiB" in str(caught.value)
+    assert plan_memory(sizes, GIB + 38 * MIB, None, 32).sweep_rows == 32
+
+
+def test_the_plan_on_one_line():
+    plan = plan_memory(ModelSizes(GIB, 64 * MIB, MIB, 8, 64, 6), 4 * GIB, 0.25, 32)
+    assert plan.format() == (
+        "RAM plan: residents 1.00 GiB, state 64.00 MiB, expert cache 256.00 MiB (256 experts), "
+        "prompt staging 32.00 MiB; 1.34 GiB of 4.00 GiB"
+    )
+
+
+# ---- how much may be used ----------------------------------------------------------------------------------------
+
+
+@given(st.floats(0.0625, 4096), st.integers(0, 2048), st.integers(0, 2048), st.floats(0, 64))
+def test_ram_limit_is_never_above_what_is_there(wanted, total_gib, available_gib, reserve):
+    total, available = (total_gib * GIB, "cgroup limit /x"), (available_gib * GIB, "MemAvailable")
+    assert 0 <= ram_limit(None, total, available, reserve) <= available[0]
+    if wanted > total_gib:
+        with pytest.raises(UserError) as caught:
+            ram_limit(wanted, total, available, reserve)
+        assert f"{wanted:g} GiB" in caught.value.message
+        assert f"{total_gib:.1f} GiB (cgroup limit /x)" in caught.value.message
+    else:
+        limit = ram_limit(wanted, total, available, reserve)
+        assert 0 <= limit <= min(total[0], wanted * GIB)
+        assert limit == pytest.approx(max(0, (wanted - reserve) * GIB), abs=1)
+
+
+@given(st.integers(2**26, 2**42))
+def test_the_advice_of_ram_limit_works(total):
+    with pytest.raises(UserError) as caught:
+        ram_limit(99_999, (total, "MemTotal"), (total, "MemAvailable"), 1)
+    advised = float(re.search(r"hw\.ram_gib=([\d.]+) or less", caught.value.hint)[1])
+    ram_limit(advised, (total, "MemTotal"), (total, "MemAvailable"), 0)
