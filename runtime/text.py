@@ -79,7 +79,12 @@ class TextCodec:
                 add_generation_prompt=True,
                 **_replace(options, words),
             )
-        except TemplateError as error:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as error:  # the template's own code
             raise UserError(
                 f"the chat template refuses these messages: {error}", "change the messages"
             ) from error
@@ -187,10 +192,11 @@ class StopFilter:
         if self.is_stopped:
             return ""
         self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        # the match that ends first: the answer must not depend on how tokens cut the text
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             self.is_stopped = True
-            out, self._held = self._held[: min(found)], ""
+            out, self._held = self._held[: min(found)[1]], ""
             return out
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         out = self._held[: len(self._held) - keep]

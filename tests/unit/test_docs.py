@@ -9,7 +9,6 @@ import pytest
 
 from conf.schema import STAGES, known_keys
 
-
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
