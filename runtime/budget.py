@@ -134,7 +134,9 @@ def _warnings(sizes: ModelSizes, rows: int, cache_gib: float | None) -> tuple[st
     gib = math.ceil(need * sizes.record_nbytes / GIB * 1e4) / 1e4
     advice = f"cache.ram_gib={gib:.4f} would hold one token's experts"
     if cache_gib is None:
-        advice = f"one token's experts need {gib:.4f} GiB: raise hw.ram_gib, or lower hw.reserve_gib"
+        advice = (
+            f"one token's experts need {gib:.4f} GiB: raise hw.ram_gib, or lower hw.reserve_gib"
+        )
     return (
         f"the expert cache holds {rows} experts, one token uses {need}: under LRU nearly nothing is found again; "
         f"{advice}",

@@ -1,6 +1,6 @@
 """Qwen3.8-Flash-Next (`qwen4_exp`), text: every layer, from resident weights and streamed experts.
 
-Owns the arithmetic and the state of one conversation. Its classes know no file: experts come from an ExpertSource,
+Owns the arithmetic. Its classes know no file: experts come from an ExpertSource,
 n-gram rows from a RowReader, all other weights from a dict by their checkpoint names less `model.language_model.`.
 The functions at the end put a model together from what the stages made.
 
@@ -10,7 +10,6 @@ The residual R is [T, S, H]; each block reads it through a hyper-connection and 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from runtime.errors import UserError
 from runtime.experts.layout import Nvfp4Shape, PackedLayout
 from runtime.experts.reader import DirectReader
 from runtime.experts.streamer import ExpertSource
+from runtime.models.qwen_state import AttentionState, QwenState, appended
 from runtime.models.qwen_weights import (
     RESIDENTS_NAME,
     TABLES_NAME,
@@ -40,96 +40,6 @@ from runtime.rows import RowReader
 
 if TYPE_CHECKING:
     from runtime.engine import EngineFiles
-
-KV_GROWTH_TOKENS = 256
-
-
-@dataclasses.dataclass(slots=True)
-class AttentionState:
-    """Keys and values of one attention layer, and the indexer's keys. Buffers grow; `length` tokens are valid."""
-
-    keys: Tensor  # [capacity, kv_heads, head_dim]
-    values: Tensor
-    pooled: (
-        Tensor  # [capacity / block_tokens, index_dim], normed and rotated keys of complete blocks
-    )
-    open_block: (
-        Tensor  # [0..block_tokens - 1, index_dim], raw keys of the block that is not complete
-    )
-
-
-class QwenState:
-    """One conversation. Cannot be rolled back: copy it (`tensors`, `restore`) at the token to return to."""
-
-    def __init__(self, spec: QwenSpec, dtype: torch.dtype, device: torch.device) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.spec = spec
-        self.position = 0
-        self.ngram_context = [spec.eos, spec.eos]  # the two tokens before, oldest first
-        delta_layers = [layer for layer in range(spec.num_layers) if not spec.is_attention[layer]]
-        self.delta = {
-            layer: zeros(spec.value_heads, spec.key_dim, spec.value_dim, dtype=torch.float32)
-            for layer in delta_layers
-        }
-        self.conv = {layer: zeros(spec.conv_kernel - 1, spec.conv_width) for layer in delta_layers}
-        self.ple_conv = zeros((spec.ple_kernel - 1) * spec.ngram_size, spec.streams * spec.hidden)
-        self.attention = {
-            layer: AttentionState(
-                zeros(0, spec.kv_heads, spec.head_dim),
-                zeros(0, spec.kv_heads, spec.head_dim),
-                zeros(0, spec.index_dim),
-                zeros(0, spec.index_dim),
-            )
-            for layer in range(spec.num_layers)
-            if spec.is_attention[layer]
-        }
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return a copy of everything that decides the next tokens, as flat tensors."""
-        length, blocks = self.position, self.position // self.spec.block_tokens
-        out = {
-            "position": torch.tensor([self.position]),
-            "ngram_context": torch.tensor(self.ngram_context),
-            "ple_conv": self.ple_conv,
-        }
-        out |= {f"delta.{layer}": state for layer, state in self.delta.items()}
-        out |= {f"conv.{layer}": state for layer, state in self.conv.items()}
-        for layer, state in self.attention.items():
-            out[f"keys.{layer}"] = state.keys[:length]
-            out[f"values.{layer}"] = state.values[:length]
-            out[f"pooled.{layer}"] = state.pooled[:blocks]
-            out[f"open_block.{layer}"] = state.open_block
-        return {name: tensor.clone() for name, tensor in out.items()}
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Become the conversation that `tensors` was copied from."""
-        self.position = int(tensors["position"])
-        self.ngram_context = [int(token) for token in tensors["ngram_context"]]
-        self.ple_conv = tensors["ple_conv"].clone()
-        for layer in self.delta:
-            self.delta[layer] = tensors[f"delta.{layer}"].clone()
-            self.conv[layer] = tensors[f"conv.{layer}"].clone()
-        for layer in self.attention:
-            self.attention[layer] = AttentionState(
-                *(
-                    tensors[f"{part}.{layer}"].clone()
-                    for part in ("keys", "values", "pooled", "open_block")
-                )
-            )
-
-
-def _appended(buffer: Tensor, length: int, new: Tensor) -> Tensor:
-    """Return `buffer` with `new` written at `length`, grown where it is too small."""
-    end = length + new.shape[0]
-    if end > buffer.shape[0]:
-        capacity = max(end, buffer.shape[0] + max(KV_GROWTH_TOKENS, buffer.shape[0] // 2))
-        grown = buffer.new_zeros((capacity, *buffer.shape[1:]))
-        grown[:length] = buffer[:length]
-        buffer = grown
-    buffer[length:end] = new
-    return buffer
 
 
 class Mixer:
@@ -309,8 +219,8 @@ class Attention:
         k = ops.apply_rope(ops.rms_norm(k, self.gain_k, spec.eps), cos, sin)
         v = F.linear(x, self.value).view(tokens, spec.kv_heads, spec.head_dim)
         cache.keys, cache.values = (
-            _appended(cache.keys, start, k),
-            _appended(cache.values, start, v),
+            appended(cache.keys, start, k),
+            appended(cache.values, start, v),
         )
         index_q = self._update_index(x, cache, start, cos, sin)
         end = start + tokens
@@ -339,7 +249,7 @@ class Attention:
             starts = torch.arange(first, first + complete, device=x.device) * size
             block_cos, block_sin = ops.rope_tables(starts, spec.rotary_dim, spec.rope_theta)
             pooled = ops.apply_rope(pooled.unsqueeze(1), block_cos, block_sin).squeeze(1)
-            cache.pooled = _appended(cache.pooled, first, pooled)
+            cache.pooled = appended(cache.pooled, first, pooled)
         index_q = index_q.view(-1, spec.index_heads, spec.index_dim)
         return ops.apply_rope(ops.rms_norm(index_q, self.gain_index_q, spec.eps), cos, sin)
 
