@@ -76,6 +76,7 @@ def _on_term(_signum: int, _frame: FrameType | None) -> None:
 def _compose_and_run() -> None:
     import hydra
     from hydra.core.config_store import ConfigStore
+    from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
     from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
@@ -88,7 +89,7 @@ def _compose_and_run() -> None:
     def task(cfg: DictConfig) -> None:
         global exit_code
         try:
-            run_stages(load(cfg))
+            run_stages(load(cfg), Path(HydraConfig.get().runtime.output_dir))
         except (ConfigError, UserError) as error:  # of a sweep, the other points still run
             exit_code = report(error)
         except BrokenPipeError:  # nobody reads stdout any more; Hydra would print a traceback
@@ -114,13 +115,13 @@ def _as_usage_error(error: Exception) -> Exception:
     return UsageError(text, "`python run.py --cfg job` prints every key with its value")
 
 
-def run_stages(cfg: object) -> None:
+def run_stages(cfg: object, run_dir: Path) -> None:
     """Run (or, with dry_run, explain) what a checked config asks for."""
     from conf.schema import RunConfig
     from stages.core import Runner
 
     assert isinstance(cfg, RunConfig)
-    runner = Runner(cfg, absolute(cfg.paths.artifacts))
+    runner = Runner(cfg, absolute(cfg.paths.artifacts), run_dir=run_dir)
     if cfg.dry_run:
         for name, decision in runner.explain(cfg.stages):
             print(f"{name}: {decision}")

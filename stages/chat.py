@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import asdict, replace
 
 from runtime import hardware
 from runtime.engine import Engine
 from runtime.session import FinishReason, Session
 from runtime.stats import RunSummary, TokenStats, format_summary, summarize
-from stages.core import Stage, StageContext
+from stages.core import Stage, StageContext, write_atomically
 from stages.opening import open_engine
 
 log = logging.getLogger("stages")
+
+RESULT_NAME = "result.json"  # in the folder of the run
 
 
 def run(ctx: StageContext) -> None:
@@ -25,17 +28,21 @@ def run(ctx: StageContext) -> None:
     engine = open_engine(cfg, ctx.inputs, ctx.runner)
     try:
         log.info("%s", engine.plan.format())
-        summary = answer(engine, messages, cfg.max_tokens)
+        summary, tokens = answer(engine, messages, cfg.max_tokens)
     finally:
         engine.close()
     print(format_summary(summary), file=sys.stderr)
-    log.debug("%s", json.dumps(summary.to_dict()))
+    if ctx.runner.run_dir is not None:
+        path = ctx.runner.run_dir / RESULT_NAME
+        result = {"summary": summary.to_dict(), "tokens": [asdict(token) for token in tokens]}
+        write_atomically(path, json.dumps(result, indent=1) + "\n")
+        print(f"every token's figures: {path}", file=sys.stderr)
 
 
-def answer(engine: Engine, messages: list[dict[str, str]], max_tokens: int) -> RunSummary:
-    """Stream one answer to stdout and return its figures."""
-    from dataclasses import replace
-
+def answer(
+    engine: Engine, messages: list[dict[str, str]], max_tokens: int
+) -> tuple[RunSummary, list[TokenStats]]:
+    """Stream one answer to stdout and return its figures: of the run, and of each decoded token."""
     rates = engine.measure_rates()
     session = Session(engine)
     params = replace(engine.default_sampling(), max_tokens=max_tokens)
@@ -50,7 +57,7 @@ def answer(engine: Engine, messages: list[dict[str, str]], max_tokens: int) -> R
     print(flush=True)
     if finish is FinishReason.length:
         print(f"(cut at {max_tokens} tokens: max_tokens=... allows more)", file=sys.stderr)
-    return summarize(
+    summary = summarize(
         session.prefill_stats,
         tokens,
         len(prompt),
@@ -58,6 +65,7 @@ def answer(engine: Engine, messages: list[dict[str, str]], max_tokens: int) -> R
         rates,
         hardware.peak_rss_nbytes(),
     )
+    return summary, tokens
 
 
 STAGE = Stage(name="chat", run=run, needs=lambda cfg: tuple(cfg.model.setup), is_endpoint=True)

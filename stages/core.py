@@ -167,9 +167,15 @@ class Runner:
     """Runs stages for one config, each only when its record does not match."""
 
     def __init__(
-        self, cfg: RunConfig, artifacts: Path, stages: Mapping[str, Stage] | None = None
+        self,
+        cfg: RunConfig,
+        artifacts: Path,
+        stages: Mapping[str, Stage] | None = None,
+        run_dir: Path | None = None,
     ) -> None:
+        """run_dir: the folder of this run, where an end point may leave its result; None for none."""
         self.cfg = cfg
+        self.run_dir = run_dir
         self.root = artifacts / cfg.model.name
         self.stages = StagesByName() if stages is None else stages
 

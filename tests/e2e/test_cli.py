@@ -62,6 +62,16 @@ def test_from_nothing_to_the_reference_answer(tmp_path, tiny_qwen):
     assert "tok/s" not in done.stdout
     assert_plain(done.stderr)
     assert_plain(done.stdout)
+    (path,) = (tmp_path / "outputs").glob("runs/*/*/result.json")
+    result = json.loads(path.read_text())
+    tokens = result[
+        "tokens"
+    ]  # the first token comes out of the prompt and has no record of its own
+    assert [token["position"] for token in tokens] == list(
+        range(len(story["prompt_ids"]) + 1, len(story["prompt_ids"]) + length)
+    )
+    read = sum(token["counters"]["read_nbytes"] + token["row_read_nbytes"] for token in tokens)
+    assert read / len(tokens) == pytest.approx(result["summary"]["read_nbytes_per_token"])
 
 
 def test_a_sweep_goes_on_after_a_failing_point(cli, outputs):
