@@ -38,6 +38,14 @@ class DirectIo(Enum):
     buffered = "buffered"  # through the page cache
 
 
+class ComputeDtype(Enum):
+    """What residents and hidden states are computed in; sums are fp32 in any case."""
+
+    auto = "auto"  # float32 on a CPU, bfloat16 on a GPU
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
 class Deltanet(Enum):
     """How the large DeltaNet matrices are kept."""
 
@@ -97,6 +105,7 @@ class HwConfig:
 
     name: str = "???"
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
+    dtype: ComputeDtype = ComputeDtype.auto
     ram_gib: float | None = (
         None  # RAM that may be used in all; null: what this machine has available
     )

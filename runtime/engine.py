@@ -97,7 +97,7 @@ class Engine:
         """
         torch.set_num_threads(hardware.compute_threads(config.hw.compute_threads))
         device = hardware.resolve_device(config.hw.device)
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        dtype = hardware.resolve_dtype(config.hw.dtype, device)
         family = load_family(config.model.family)
         spec = family.read_spec(files.snapshot)
         family.check_context(spec, config.model.context_tokens)
@@ -123,6 +123,8 @@ class Engine:
                 layout, reader, plan.cache_rows, plan.sweep_rows, config.prefetch.experts
             )
         try:
+            if device.type == "cuda":
+                experts.pin()
             model = family.open_model(spec, files, experts, config, device, dtype)
         except BaseException:
             experts.close()

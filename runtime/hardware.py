@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from conf.schema import DriveConfig
+from conf.schema import ComputeDtype, DriveConfig
 from runtime.errors import UserError
 from runtime.experts.arena import HostArena
 from runtime.experts.drive import FileSet
@@ -102,6 +102,13 @@ def resolve_device(wanted: str) -> torch.device:
             "hw.device is cuda, but torch finds no CUDA device", "use hw=cpu, or hw.device=cpu"
         )
     return torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
+
+
+def resolve_dtype(wanted: ComputeDtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of residents and hidden states: fp32 on a CPU, bf16 on a GPU unless told otherwise."""
+    if wanted is ComputeDtype.auto:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.float32 if wanted is ComputeDtype.float32 else torch.bfloat16
 
 
 def peak_rss_nbytes() -> int:

@@ -11,6 +11,8 @@ from torch import Tensor
 from runtime.errors import UserError
 from runtime.units import PAGE_NBYTES, align_up, format_nbytes
 
+REGISTER_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
+
 
 class HostArena:
     """`num_rows` rows of `row_nbytes` (rounded up to pages), one anonymous mapping, zeroed by the kernel.
@@ -22,6 +24,7 @@ class HostArena:
         self.num_rows = num_rows
         self.row_nbytes = align_up(row_nbytes, PAGE_NBYTES)
         self.nbytes = self.num_rows * self.row_nbytes
+        self._is_pinned = False
         try:
             # mmap, not torch: the start must be page-aligned for direct reads
             memory = mmap.mmap(-1, max(self.nbytes, PAGE_NBYTES))
@@ -36,6 +39,29 @@ class HostArena:
         self.rows: Tensor = torch.frombuffer(memory, dtype=torch.uint8)[: self.nbytes].view(
             num_rows, self.row_nbytes
         )
+
+    def pin(self) -> None:
+        """Register the memory with CUDA: the GPU reads records in place, at the same addresses.
+
+        The pages are touched first: registering pages that do not exist yet is slow and may fail half-way.
+        """
+        self.rows.view(-1, PAGE_NBYTES)[:, 0].add_(0)
+        status = torch.cuda.cudart().cudaHostRegister(
+            self.rows.data_ptr(), self.nbytes, REGISTER_MAPPED
+        )
+        if int(status) != 0:
+            torch.cuda.cudart().cudaGetLastError()  # clear it: the next CUDA call must not meet it
+            raise UserError(
+                f"CUDA refuses to pin {format_nbytes(self.nbytes)} of RAM for the expert cache (error {int(status)})",
+                "lower cache.ram_gib, or raise the limit on locked memory (ulimit -l)",
+            )
+        self._is_pinned = True
+
+    def close(self) -> None:
+        """Undo `pin`."""
+        if self._is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.rows.data_ptr())
+            self._is_pinned = False
 
     def view(self, row: int) -> memoryview:
         """Return the bytes of one row, writable."""

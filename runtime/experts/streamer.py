@@ -39,6 +39,9 @@ class ExpertSource(Protocol):
     def sweep(self, layer: int, ids: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Yield each of `ids` once, in the order given; what decoding keeps warm stays warm."""
 
+    def pin(self) -> None:
+        """Make the records readable by the GPU where they are. Once, before the first fetch."""
+
     def close(self) -> None: ...
 
 
@@ -80,6 +83,9 @@ class ExpertStreamer:
     @property
     def arena_nbytes(self) -> int:
         return self._arena.nbytes
+
+    def pin(self) -> None:
+        self._arena.pin()
 
     # ---- decode -----------------------------------------------------------------------------------------------
 
@@ -290,6 +296,7 @@ class ExpertStreamer:
 
     def close(self) -> None:
         self._reader.close()
+        self._arena.close()
 
 
 class ResidentExperts:
@@ -328,5 +335,8 @@ class ResidentExperts:
         for expert in ids:
             yield expert, self._arena.rows[layer * self._num_experts + expert]
 
+    def pin(self) -> None:
+        self._arena.pin()
+
     def close(self) -> None:
-        """Nothing is open."""
+        self._arena.close()

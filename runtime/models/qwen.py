@@ -280,6 +280,29 @@ class Attention:
         return chosen | is_open
 
 
+class DecodeExperts:
+    """The experts of one decoded token on a GPU: one table of addresses, two launches, nothing allocated.
+
+    The records stay where they are, in pinned RAM. The host waits for each layer's route before it writes the table
+    anew or lets a record go, and by then the launches of the layer before have ended.
+    """
+
+    def __init__(self, spec: QwenSpec, device: torch.device) -> None:
+        self._host = torch.zeros(spec.top_k, dtype=torch.int64).pin_memory()
+        self._table = torch.zeros(spec.top_k, dtype=torch.int64, device=device)
+        self._inner = torch.zeros(spec.top_k, spec.intermediate, dtype=torch.float32, device=device)
+        self._out = torch.zeros(spec.top_k, spec.hidden, dtype=torch.float32, device=device)
+
+    def run(self, x: Tensor, scales: Tensor, records: Mapping[int, Tensor]) -> Tensor:
+        """x: [1, H].  scales: [k, 3] fp32.  records: row -> record.  Returns [k, H] fp32 (its own buffer)."""
+        from kernels.nvfp4_expert import nvfp4_experts
+
+        for row, record in records.items():
+            self._host[row] = record.data_ptr()
+        self._table.copy_(self._host, non_blocking=True)
+        return nvfp4_experts(x, self._table, scales, self._inner, self._out)
+
+
 class Moe:
     """Router, routed experts and shared expert of one layer."""
 
@@ -294,6 +317,7 @@ class Moe:
             weights[f"{name}.shared_expert.{p}_proj.weight"] for p in ("gate", "up", "down")
         )
         self.shared_gate = weights[f"{name}.shared_expert_gate.weight"]
+        self.kernel: DecodeExperts | None = None  # on a GPU
         self.next_router: Tensor | None = None
         self.next_ratio: Tensor | None = None
 
@@ -328,15 +352,26 @@ class Moe:
         return guesses
 
     def _decode(
-        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSource, guesses: Sequence[int]
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        experts: ExpertSource,
+        guesses: Sequence[int],
     ) -> Tensor:
-        order = (
-            ids.argsort()
-        )  # the sum runs by ascending expert id, as in a prompt, whatever arrives first
-        place = {expert: row for row, expert in enumerate(ids[order].tolist())}
-        rows = torch.empty(len(place), x.shape[1], dtype=torch.float32, device=x.device)
-        for expert, record in experts.fetch(self.layer, ids.tolist(), guesses):
-            rows[place[expert]] = self._expert(x, expert, record)[0]
+        route = ids.tolist()  # the host waits here
+        # the sum runs by ascending expert id, as in a prompt, whatever arrives first
+        order = ids.argsort()
+        place = {expert: row for row, expert in enumerate(sorted(route))}
+        fetched = experts.fetch(self.layer, route, guesses)
+        if self.kernel is not None:
+            rows = self.kernel.run(
+                x, self.scales[ids[order]], {place[e]: record for e, record in fetched}
+            )
+        else:
+            rows = torch.empty(len(place), x.shape[1], dtype=torch.float32, device=x.device)
+            for expert, record in fetched:
+                rows[place[expert]] = self._expert(x, expert, record)[0]
         return weights[order].unsqueeze(0) @ rows
 
     def _prefill(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSource) -> Tensor:
@@ -396,6 +431,10 @@ class QwenModel:
         for i in layers[:-1]:
             self.moes[i].expect(self.moes[i + 1], self.mlp_mixers[i], self.mlp_mixers[i + 1])
         self.ple = Ple(weights, spec, table_scale)
+        if self.embedding.is_cuda:
+            kernel = DecodeExperts(spec, self.embedding.device)
+            for moe in self.moes:
+                moe.kernel = kernel
 
     def expert_scales(self, layer: int, expert: int) -> Tensor:
         """Return an expert's global scales (gate, up, down): [3] fp32."""

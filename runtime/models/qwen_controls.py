@@ -46,6 +46,9 @@ class DamagedExperts:
         for expert, record in records:
             yield asked_as[expert], self._change_record(record)
 
+    def pin(self) -> None:
+        self._source.pin()
+
     def close(self) -> None:
         self._source.close()
 

@@ -1,0 +1,117 @@
+"""What needs a CUDA device: the kernels at full size, and the engine on the bundled model. Run with `-m gpu`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from kernels import nvfp4_expert, reference
+from runtime.experts.arena import HostArena
+from runtime.sampling import SamplingParams
+from runtime.session import Session
+
+pytestmark = pytest.mark.gpu
+
+HIDDEN, INTERMEDIATE, EXPERTS = 2560, 640, 10
+RECORD_NBYTES = 2_764_800
+
+
+@pytest.fixture(scope="module")
+def case():
+    """Ten full-size experts in pinned RAM, their global scales, one bf16 token on the device."""
+    generator = torch.Generator().manual_seed(0)
+    arena = HostArena(EXPERTS, RECORD_NBYTES)
+    codes = 3 * HIDDEN * INTERMEDIATE // 2
+    for row in range(EXPERTS):
+        arena.rows[row, :codes] = torch.randint(
+            0, 256, (codes,), dtype=torch.uint8, generator=generator
+        )
+        scales = torch.randint(
+            0, 0x7F, (RECORD_NBYTES - codes,), dtype=torch.uint8, generator=generator
+        )
+        arena.rows[row, codes:] = scales
+    before = arena.rows.clone()
+    arena.pin()
+    assert torch.equal(arena.rows, before)  # touching the pages changed nothing
+    scales = (0.5 + torch.rand(EXPERTS, 3, generator=generator)) * 1e-4
+    x = torch.randn(1, HIDDEN, generator=generator).cuda().bfloat16()
+    yield arena, scales, x
+    arena.close()
+
+
+def run_experts(addresses: list[int], scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    out = torch.full((EXPERTS, HIDDEN), float("nan"), device="cuda")
+    inner = torch.full((EXPERTS, INTERMEDIATE), float("nan"), device="cuda")
+    return nvfp4_expert.nvfp4_experts(
+        x, torch.tensor(addresses, device="cuda"), scales.cuda(), inner, out
+    )
+
+
+def test_full_size_experts_in_pinned_ram_are_the_reference(case):
+    arena, scales, x = case
+    found = run_experts([arena.rows[i].data_ptr() for i in range(EXPERTS)], scales, x).cpu()
+    for i in range(EXPERTS):
+        wanted = reference.nvfp4_swiglu_expert(x.cpu(), arena.rows[i], scales[i], INTERMEDIATE)[0]
+        # fp32 sums of 2,560 and 640 products in another order
+        assert float((found[i] - wanted).norm() / wanted.norm()) < 5e-6
+
+
+def test_vram_and_pinned_ram_give_the_same_bits(case):
+    arena, scales, x = case
+    in_ram = run_experts([arena.rows[i].data_ptr() for i in range(EXPERTS)], scales, x)
+    slots = arena.rows.cuda()
+    in_vram = run_experts([slots[i].data_ptr() for i in range(EXPERTS)], scales, x)
+    mixed = run_experts(
+        [(slots if i % 3 else arena.rows)[i].data_ptr() for i in range(EXPERTS)], scales, x
+    )
+    assert torch.equal(in_ram, in_vram)
+    assert torch.equal(in_ram, mixed)
+
+
+@pytest.mark.parametrize("ram_gib", [0.0, 1.0])
+def test_fp32_engine_gives_the_golden_answers(open_tiny, tiny_qwen, ram_gib: float):
+    golden = json.loads((tiny_qwen / "golden_answers.json").read_text())["greedy"]
+    engine = open_tiny(**{"hw.device": "cuda", "hw.dtype": "float32", "cache.ram_gib": ram_gib})
+    for question in golden:
+        session = Session(engine)
+        logits = session.sync(question["prompt_ids"])[0]
+        assert all(
+            abs(float(logits[i]) - value) < 1e-3 for i, value in question["last_prompt_logits_top5"]
+        )
+        params = SamplingParams(temperature=0.0, max_tokens=len(question["answer_ids"]))
+        tokens = [piece.token for piece in session.generate(question["prompt_ids"], params)]
+        assert tokens == question["answer_ids"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cache.ram_gib": 0.0, "prefetch.experts": 4},
+        {"cache.ram_gib": 0.002, "prefetch.experts": 2},
+        {"cache.ram_gib": 1.0, "hw.drive.window": 4, "hw.drive.pieces": 1},
+    ],
+)
+def test_streamed_equals_resident_on_the_gpu(open_tiny, heldout_tokens, settings):
+    """bf16, prompt and 100 decoded tokens: every logit equal, bit for bit."""
+    prompt, rest = heldout_tokens[:80], heldout_tokens[80:180]
+
+    def logits_of(engine):
+        state = engine.new_state()
+        rows = [engine.model.prefill(prompt, state)]
+        rows += [engine.model.decode(token, state) for token in rest]
+        return torch.cat(rows)
+
+    wanted = logits_of(open_tiny(is_resident=True, **{"hw.device": "cuda"}))
+    assert torch.equal(logits_of(open_tiny(**{"hw.device": "cuda", **settings})), wanted)
+
+
+def test_bf16_engine_chooses_as_fp32_does_nearly_always(open_tiny, heldout_tokens):
+    """bf16 rounds hidden states to 8 bits: a token in fifty may flip where two are close, not more."""
+    tokens = heldout_tokens[:200]
+    wanted, found = (
+        engine.model.prefill(tokens, engine.new_state(), all_logits=True).argmax(-1).cpu()
+        for engine in (open_tiny(), open_tiny(**{"hw.device": "cuda"}))
+    )
+    assert float((wanted == found).float().mean()) > 0.96
