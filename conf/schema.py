@@ -106,6 +106,7 @@ class HwConfig:
     name: str = "???"
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
     dtype: ComputeDtype = ComputeDtype.auto
+    graphs: bool = True  # replay decode steps as CUDA graphs; the same numbers with and without
     ram_gib: float | None = (
         None  # RAM that may be used in all; null: what this machine has available
     )

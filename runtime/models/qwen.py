@@ -22,12 +22,14 @@ from torch import Tensor
 
 from conf.schema import RunConfig
 from kernels import reference as ops
+from kernels.fp8_matvec import linear
 from runtime.budget import ModelSizes
 from runtime.checkpoint import bytes_to_tensor, read_extent, read_header
 from runtime.errors import UserError
 from runtime.experts.layout import Nvfp4Shape, PackedLayout
 from runtime.experts.reader import DirectReader
 from runtime.experts.streamer import ExpertSource
+from runtime.models.qwen_decode import Decoder
 from runtime.models.qwen_state import AttentionState, QwenState, appended
 from runtime.models.qwen_weights import (
     RESIDENTS_NAME,
@@ -157,7 +159,7 @@ class DeltaNet:
         """x: [T, H].  Returns [T, H]."""
         spec, tokens = self.spec, x.shape[0]
         mixed, state.conv[self.layer] = ops.causal_conv(
-            ops.linear(x, *self.qkv), state.conv[self.layer], self.taps
+            linear(x, *self.qkv), state.conv[self.layer], self.taps
         )
         q, k, v = (
             F.silu(mixed).float().split([spec.key_width, spec.key_width, spec.value_width], dim=-1)
@@ -184,8 +186,8 @@ class DeltaNet:
         else:
             out = ops.gated_delta_chunks(q, k, v, beta, log_decay, memory)
         out = ops.rms_norm(out.transpose(0, 1).to(x.dtype), self.norm, spec.eps)
-        gate = torch.sigmoid(ops.linear(x, *self.z).float()).view_as(out)
-        return ops.linear((out.float() * gate).to(x.dtype).flatten(1), *self.out)
+        gate = torch.sigmoid(linear(x, *self.z).float()).view_as(out)
+        return linear((out.float() * gate).to(x.dtype).flatten(1), *self.out)
 
 
 class Attention:
@@ -209,19 +211,11 @@ class Attention:
 
     def __call__(self, x: Tensor, state: QwenState, cos: Tensor, sin: Tensor) -> Tensor:
         """x: [T, H].  cos, sin: [T, rotary_dim / 2] of this call's positions.  Returns [T, H]."""
-        spec, tokens, start = self.spec, x.shape[0], state.position
+        tokens, start = x.shape[0], state.position
         cache = state.attention[self.layer]
-        q, gate = (
-            F.linear(x, self.query).view(tokens, spec.heads, 2 * spec.head_dim).chunk(2, dim=-1)
-        )
-        q = ops.apply_rope(ops.rms_norm(q, self.gain_q, spec.eps), cos, sin)
-        k = F.linear(x, self.key).view(tokens, spec.kv_heads, spec.head_dim)
-        k = ops.apply_rope(ops.rms_norm(k, self.gain_k, spec.eps), cos, sin)
-        v = F.linear(x, self.value).view(tokens, spec.kv_heads, spec.head_dim)
-        cache.keys, cache.values = (
-            appended(cache.keys, start, k),
-            appended(cache.values, start, v),
-        )
+        q, k, v, gate = self.project(x, cos, sin)
+        cache.keys = appended(cache.keys, start, k)
+        cache.values = appended(cache.values, start, v)
         index_q = self._update_index(x, cache, start, cos, sin)
         end = start + tokens
         keys, values = cache.keys[:end], cache.values[:end]
@@ -232,26 +226,51 @@ class Attention:
         out = ops.attention(q, keys, values, visible)
         return F.linear((out * torch.sigmoid(gate)).flatten(1), self.out)
 
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return queries, keys, values and output gates: [T, heads or kv_heads, head_dim] each."""
+        spec, tokens = self.spec, x.shape[0]
+        both = F.linear(x, self.query).view(tokens, spec.heads, 2 * spec.head_dim)
+        q, gate = both.chunk(2, dim=-1)
+        k = F.linear(x, self.key).view(tokens, spec.kv_heads, spec.head_dim)
+        v = F.linear(x, self.value).view(tokens, spec.kv_heads, spec.head_dim)
+        q = ops.apply_rope(ops.rms_norm(q, self.gain_q, spec.eps), cos, sin)
+        k = ops.apply_rope(ops.rms_norm(k, self.gain_k, spec.eps), cos, sin)
+        return q, k, v, gate
+
+    def project_index(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the indexer's queries [T, heads, dim], normed and rotated, and its raw keys [T, dim]."""
+        spec = self.spec
+        sizes = [spec.index_heads * spec.index_dim, spec.index_dim]
+        index_q, raw = F.linear(x, self.index).split(sizes, dim=-1)
+        index_q = index_q.view(-1, spec.index_heads, spec.index_dim)
+        return ops.apply_rope(ops.rms_norm(index_q, self.gain_index_q, spec.eps), cos, sin), raw
+
+    def pool(self, raw: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """raw: [B, block_tokens, dim] keys of whole blocks.  cos, sin: of their first positions.  Returns [B, dim]."""
+        pooled = ops.rms_norm(raw.float().mean(1).to(raw.dtype), self.gain_index_k, self.spec.eps)
+        return ops.apply_rope(pooled.unsqueeze(1), cos, sin).squeeze(1)
+
+    def score(self, index_q: Tensor, pooled: Tensor) -> Tensor:
+        """index_q: [T, heads, dim].  pooled: [B, dim].  Returns [T, B] fp32."""
+        scores = torch.einsum("thd,bd->thb", index_q.float(), pooled.float())
+        return scores.relu().sum(1) * self.spec.index_dim**-0.5
+
     def _update_index(
         self, x: Tensor, cache: AttentionState, start: int, cos: Tensor, sin: Tensor
     ) -> Tensor:
         """Store the keys of blocks that this call completes; return the indexer's queries [T, heads, dim]."""
         spec, size = self.spec, self.spec.block_tokens
-        projected = F.linear(x, self.index)
-        index_q, raw = projected.split([spec.index_heads * spec.index_dim, spec.index_dim], dim=-1)
+        index_q, raw = self.project_index(x, cos, sin)
         raw = torch.cat([cache.open_block, raw])
         complete = raw.shape[0] // size
         cache.open_block = raw[complete * size :].clone()
         if complete:
             first = start // size
-            pooled = raw[: complete * size].view(complete, size, -1).float().mean(1).to(x.dtype)
-            pooled = ops.rms_norm(pooled, self.gain_index_k, spec.eps)
             starts = torch.arange(first, first + complete, device=x.device) * size
-            block_cos, block_sin = ops.rope_tables(starts, spec.rotary_dim, spec.rope_theta)
-            pooled = ops.apply_rope(pooled.unsqueeze(1), block_cos, block_sin).squeeze(1)
+            tables = ops.rope_tables(starts, spec.rotary_dim, spec.rope_theta)
+            pooled = self.pool(raw[: complete * size].view(complete, size, -1), *tables)
             cache.pooled = appended(cache.pooled, first, pooled)
-        index_q = index_q.view(-1, spec.index_heads, spec.index_dim)
-        return ops.apply_rope(ops.rms_norm(index_q, self.gain_index_q, spec.eps), cos, sin)
+        return index_q
 
     def _visible(
         self, index_q: Tensor, cache: AttentionState, start: int, tokens: int
@@ -267,8 +286,7 @@ class Attention:
             if tokens == 1:
                 return None
             return positions.unsqueeze(1) >= torch.arange(end, device=device)
-        scores = torch.einsum("thd,bd->thb", index_q.float(), cache.pooled[:blocks].float())
-        scores = scores.relu().sum(1) * spec.index_dim**-0.5
+        scores = self.score(index_q, cache.pooled[:blocks])
         num_complete = (
             positions + 1
         ) // size  # of each query: only blocks that end at or before it
@@ -278,29 +296,6 @@ class Attention:
         keys = torch.arange(end, device=device)
         is_open = (keys >= num_complete.unsqueeze(1) * size) & (keys <= positions.unsqueeze(1))
         return chosen | is_open
-
-
-class DecodeExperts:
-    """The experts of one decoded token on a GPU: one table of addresses, two launches, nothing allocated.
-
-    The records stay where they are, in pinned RAM. The host waits for each layer's route before it writes the table
-    anew or lets a record go, and by then the launches of the layer before have ended.
-    """
-
-    def __init__(self, spec: QwenSpec, device: torch.device) -> None:
-        self._host = torch.zeros(spec.top_k, dtype=torch.int64).pin_memory()
-        self._table = torch.zeros(spec.top_k, dtype=torch.int64, device=device)
-        self._inner = torch.zeros(spec.top_k, spec.intermediate, dtype=torch.float32, device=device)
-        self._out = torch.zeros(spec.top_k, spec.hidden, dtype=torch.float32, device=device)
-
-    def run(self, x: Tensor, scales: Tensor, records: Mapping[int, Tensor]) -> Tensor:
-        """x: [1, H].  scales: [k, 3] fp32.  records: row -> record.  Returns [k, H] fp32 (its own buffer)."""
-        from kernels.nvfp4_expert import nvfp4_experts
-
-        for row, record in records.items():
-            self._host[row] = record.data_ptr()
-        self._table.copy_(self._host, non_blocking=True)
-        return nvfp4_experts(x, self._table, scales, self._inner, self._out)
 
 
 class Moe:
@@ -317,7 +312,6 @@ class Moe:
             weights[f"{name}.shared_expert.{p}_proj.weight"] for p in ("gate", "up", "down")
         )
         self.shared_gate = weights[f"{name}.shared_expert_gate.weight"]
-        self.kernel: DecodeExperts | None = None  # on a GPU
         self.next_router: Tensor | None = None
         self.next_ratio: Tensor | None = None
 
@@ -332,24 +326,33 @@ class Moe:
 
     def __call__(self, x: Tensor, experts: ExpertSource, num_guesses: int) -> Tensor:
         """x: [T, H].  Returns [T, H]."""
+        ids, weights = self.route(x)
+        if x.shape[0] == 1:
+            guesses = self.guess(x) if num_guesses else None
+            ahead = [] if guesses is None else guesses.tolist()
+            routed = self._decode(x, ids[0], weights[0], experts, ahead)
+        else:
+            routed = self._prefill(x, ids, weights, experts)
+        return (routed + self.share(x)).to(x.dtype)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts [T, k] int64, best first, and their weights [T, k] fp32, which sum to one."""
         probabilities = F.linear(x, self.router).float().softmax(-1)
         top = probabilities.topk(self.spec.top_k, dim=-1)
-        weights = (top.values / top.values.sum(-1, keepdim=True)).to(x.dtype).float()
-        if x.shape[0] == 1:
-            routed = self._decode(
-                x, top.indices[0], weights[0], experts, self._guesses(x, num_guesses)
-            )
-        else:
-            routed = self._prefill(x, top.indices, weights, experts)
-        shared = torch.sigmoid(F.linear(x, self.shared_gate)) * ops.swiglu(x, *self.shared)
-        return (routed + shared).to(x.dtype)
+        return top.indices, (top.values / top.values.sum(-1, keepdim=True)).to(x.dtype).float()
 
-    def _guesses(self, x: Tensor, num_guesses: int) -> list[int]:
-        if self.next_router is None or self.next_ratio is None or not num_guesses:
-            return []
-        likely = F.linear(x * self.next_ratio, self.next_router)[0].topk(self.spec.top_k).indices
-        guesses: list[int] = likely.tolist()
-        return guesses
+    def share(self, x: Tensor) -> Tensor:
+        """Return the gated shared expert's output: [T, H]."""
+        return torch.sigmoid(F.linear(x, self.shared_gate)) * ops.swiglu(x, *self.shared)
+
+    def guess(self, x: Tensor) -> Tensor | None:
+        """x: [1, H].  Returns the likely experts of the next layer [k] int64, best first; None behind the last."""
+        if self.next_router is None or self.next_ratio is None:
+            return None
+        guessed: Tensor = (
+            F.linear(x * self.next_ratio, self.next_router)[0].topk(self.spec.top_k).indices
+        )
+        return guessed
 
     def _decode(
         self,
@@ -364,14 +367,9 @@ class Moe:
         order = ids.argsort()
         place = {expert: row for row, expert in enumerate(sorted(route))}
         fetched = experts.fetch(self.layer, route, guesses)
-        if self.kernel is not None:
-            rows = self.kernel.run(
-                x, self.scales[ids[order]], {place[e]: record for e, record in fetched}
-            )
-        else:
-            rows = torch.empty(len(place), x.shape[1], dtype=torch.float32, device=x.device)
-            for expert, record in fetched:
-                rows[place[expert]] = self._expert(x, expert, record)[0]
+        rows = torch.empty(len(place), x.shape[1], dtype=torch.float32, device=x.device)
+        for expert, record in fetched:
+            rows[place[expert]] = self._expert(x, expert, record)[0]
         return weights[order].unsqueeze(0) @ rows
 
     def _prefill(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSource) -> Tensor:
@@ -431,10 +429,9 @@ class QwenModel:
         for i in layers[:-1]:
             self.moes[i].expect(self.moes[i + 1], self.mlp_mixers[i], self.mlp_mixers[i + 1])
         self.ple = Ple(weights, spec, table_scale)
-        if self.embedding.is_cuda:
-            kernel = DecodeExperts(spec, self.embedding.device)
-            for moe in self.moes:
-                moe.kernel = kernel
+        self.decoder: Decoder | None = (
+            None  # decodes instead of the layers' own path, where it is set
+        )
 
     def expert_scales(self, layer: int, expert: int) -> Tensor:
         """Return an expert's global scales (gate, up, down): [3] fp32."""
@@ -450,6 +447,8 @@ class QwenModel:
 
     def decode(self, token: int, state: QwenState) -> Tensor:
         """Take in one token: fp32 logits [1, vocab]."""
+        if self.decoder is not None:
+            return self.decoder.step(token, state)
         return self._forward([token], state, all_logits=False)
 
     @torch.inference_mode()
@@ -556,7 +555,10 @@ def open_model(
     scalars = read_pack_scalars(files.pack, spec)
     scales = torch.tensor(scalars).view(spec.num_layers, spec.num_experts, -1)[..., :3].contiguous()
     guesses = config.prefetch.experts
-    return QwenModel(spec, weights, scales.to(device), experts, rows, table_scale, guesses)
+    model = QwenModel(spec, weights, scales.to(device), experts, rows, table_scale, guesses)
+    if device.type == "cuda":
+        model.decoder = Decoder(model, config.model.context_tokens, config.hw.graphs)
+    return model
 
 
 def load_residents(file: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

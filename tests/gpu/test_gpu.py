@@ -91,6 +91,7 @@ def test_fp32_engine_gives_the_golden_answers(open_tiny, tiny_qwen, ram_gib: flo
         {"cache.ram_gib": 0.0, "prefetch.experts": 4},
         {"cache.ram_gib": 0.002, "prefetch.experts": 2},
         {"cache.ram_gib": 1.0, "hw.drive.window": 4, "hw.drive.pieces": 1},
+        {"cache.ram_gib": 0.002, "hw.graphs": False},
     ],
 )
 def test_streamed_equals_resident_on_the_gpu(open_tiny, heldout_tokens, settings):

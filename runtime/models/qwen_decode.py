@@ -1,0 +1,270 @@
+"""Decode steps of fixed shapes, so that a GPU can replay them as graphs.
+
+The step is cut where the host must look: after each layer's router. Segment l holds the experts of layer l - 1 and
+layer l up to its router; the last holds the experts of the last layer and the head. Everything that a segment reads
+or writes lies at a fixed address: inputs in pinned memory, the state of one conversation in buffers of the whole
+window. The host waits for a layer's route, writes a table of addresses, starts the next segment, and nothing else.
+
+Runs as well without graphs and on a CPU: the same functions, started one by one.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import reference as ops
+from runtime.models.qwen_state import AttentionState, QwenState
+
+if TYPE_CHECKING:
+    from runtime.models.qwen import Attention, DeltaNet, QwenModel
+
+
+class Decoder:
+    """Runs decode steps of one model; holds the state of the conversation that decoded last."""
+
+    def __init__(self, model: QwenModel, context_tokens: int, has_graphs: bool) -> None:
+        """context_tokens: keys, values and masks have room for this many.  has_graphs: capture and replay (CUDA)."""
+        spec, like = model.spec, model.embedding
+        self.model, self.spec, self.has_graphs = model, spec, has_graphs
+        size = spec.block_tokens
+        self.num_blocks = -(-context_tokens // size)
+        capacity = self.num_blocks * size
+        device, dtype = like.device, like.dtype
+        self.device = device
+
+        def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        def pinned(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            host = torch.zeros(shape, dtype=dtype)
+            return host.pin_memory() if device.type == "cuda" else host
+
+        positions = torch.arange(capacity, device=device)
+        self.positions = positions
+        self.cos, self.sin = ops.rope_tables(positions, spec.rotary_dim, spec.rope_theta)
+        # inputs: token and position, n-gram rows, addresses of experts; output: routes and guesses
+        self.host_in, self.dev_in = pinned(2), buffer(2, dtype=torch.int64)
+        row_nbytes = spec.ple_dim
+        self.host_rows, self.dev_rows = (
+            pinned(row_nbytes, dtype=torch.uint8),
+            buffer(row_nbytes, dtype=torch.uint8),
+        )
+        self.table = pinned(spec.top_k)
+        self.host_route = pinned(spec.num_layers, 2 * spec.top_k)
+        # what crosses from one segment to the next
+        self.residual = buffer(1, spec.streams, spec.hidden)
+        self.x, self.shared = buffer(1, spec.hidden), buffer(1, spec.hidden)
+        self.amount = buffer(1, spec.streams, 1)
+        self.weights = buffer(1, spec.top_k, dtype=torch.float32)
+        self.scales = buffer(spec.top_k, 3, dtype=torch.float32)
+        self.inner = buffer(spec.top_k, spec.intermediate, dtype=torch.float32)
+        self.rows = buffer(spec.top_k, spec.hidden, dtype=torch.float32)
+        self.logits = buffer(1, spec.vocab_size, dtype=torch.float32)
+        self.records: Mapping[int, Tensor] = {}  # row -> record, of the layer in work
+        # the state of one conversation
+        self.static = QwenState(spec, dtype, device)
+        for layer in self.static.attention:
+            self.static.attention[layer] = AttentionState(
+                buffer(capacity, spec.kv_heads, spec.head_dim),
+                buffer(capacity, spec.kv_heads, spec.head_dim),
+                buffer(self.num_blocks, spec.index_dim),
+                buffer(size, spec.index_dim),
+            )
+        self._bound: weakref.ref[QwenState] | None = None
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._steps = 0
+        self.wait_ns = 0  # the host, for routes
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    # ---- the host's part ------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self, token: int, state: QwenState) -> Tensor:
+        """Take in one token: fp32 logits [1, vocab], overwritten by the next step."""
+        model, spec = self.model, self.spec
+        self._bind(state)
+        self.host_in[0], self.host_in[1] = token, state.position
+        request = model.rows.request(model.ple.row_ids([token], state.ngram_context))
+        for layer in range(spec.num_layers):
+            if layer == spec.ple_layer:
+                self.host_rows.copy_(model.rows.collect(request).flatten())
+            self._run(layer)
+            if self._event is not None:
+                started = time.perf_counter_ns()
+                self._event.record()
+                self._event.synchronize()
+                self.wait_ns += time.perf_counter_ns() - started
+            self._fetch(layer)
+        self._run(spec.num_layers)
+        self._steps += 1
+        state.ngram_context = [*state.ngram_context, token][-2:]
+        state.position += 1
+        for layer, cache in state.attention.items():
+            cache.open_block = self.static.attention[layer].open_block[
+                : state.position % spec.block_tokens
+            ]
+        return self.logits
+
+    def _fetch(self, layer: int) -> None:
+        """Bring a layer's experts where the next segment finds them."""
+        ids = self.host_route[layer].tolist()
+        route = ids[: self.spec.top_k]
+        guesses = ids[self.spec.top_k :] if self.model.num_guesses else ()
+        place = {expert: row for row, expert in enumerate(sorted(route))}
+        fetched = self.model.experts.fetch(layer, route, guesses)
+        self.records = {place[expert]: record for expert, record in fetched}
+        for row, record in self.records.items():
+            self.table[row] = record.data_ptr()
+
+    def _run(self, segment: int) -> None:
+        run = self._segment(segment)
+        # the first step runs as it is: it compiles kernels and sets up libraries, which a capture must not meet
+        if not self.has_graphs or self._steps == 0:
+            run()
+            return
+        graph = self._graphs.get(segment)
+        if graph is None:
+            graph = torch.cuda.CUDAGraph()
+            pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                run()
+            self._graphs[segment] = graph
+        graph.replay()
+
+    def _segment(self, segment: int) -> Callable[[], None]:
+        if segment == 0:
+            return self._first
+        if segment == self.spec.num_layers:
+            return self._last
+        return lambda: self._middle(segment)
+
+    # ---- the device's part: fixed shapes, fixed addresses ---------------------------------------------------------
+
+    def _first(self) -> None:
+        self.dev_in.copy_(self.host_in, non_blocking=True)
+        hidden = self.model.embedding.index_select(0, self.dev_in[:1])
+        self.residual.copy_(hidden.unsqueeze(1).expand_as(self.residual))
+        self._to_router(0)
+
+    def _middle(self, layer: int) -> None:
+        self._add_experts()
+        self._to_router(layer)
+
+    def _last(self) -> None:
+        self._add_experts()
+        x, _ = self.model.final_mixer.mix(self.residual)
+        self.logits.copy_(F.linear(x, self.model.head))
+
+    def _add_experts(self) -> None:
+        if self.device.type == "cuda":
+            from kernels.nvfp4_expert import nvfp4_experts
+
+            nvfp4_experts(self.x, self.table, self.scales, self.inner, self.rows)
+        else:
+            for row, record in self.records.items():
+                self.rows[row] = ops.nvfp4_swiglu_expert(
+                    self.x, record, self.scales[row], self.spec.intermediate
+                )[0]
+        y = (self.weights @ self.rows + self.shared).to(self.x.dtype)
+        self.residual.copy_(self.residual + self.amount * y.unsqueeze(1))
+
+    def _to_router(self, layer: int) -> None:
+        model, spec = self.model, self.spec
+        position = self.dev_in[1:]
+        residual = self.residual
+        if layer == spec.ple_layer:
+            self.dev_rows.copy_(self.host_rows, non_blocking=True)
+            history = self.static.ple_conv
+            embedding = model.ple.embed(self.dev_rows, residual)
+            residual = residual + model.ple(residual, embedding, self.static)
+            history.copy_(self.static.ple_conv)
+            self.static.ple_conv = history
+        x, amount = model.attention_mixers[layer].read(residual)
+        if spec.is_attention[layer]:
+            y = self._attend(cast("Attention", model.blocks[layer]), layer, x, position)
+        else:
+            history = self.static.conv[layer]
+            y = cast("DeltaNet", model.blocks[layer])(x, self.static)
+            history.copy_(self.static.conv[layer])
+            self.static.conv[layer] = history
+        residual = residual + amount * y.unsqueeze(1)
+        x, amount = model.mlp_mixers[layer].read(residual)
+        moe = model.moes[layer]
+        ids, weights = moe.route(x)
+        order = ids[0].argsort()
+        guesses = moe.guess(x) if model.num_guesses else None
+        self.host_route[layer].copy_(
+            torch.cat([ids[0], ids[0] if guesses is None else guesses]), non_blocking=True
+        )
+        self.residual.copy_(residual)
+        self.x.copy_(x)
+        self.amount.copy_(amount)
+        self.weights.copy_(weights[:, order])
+        self.scales.copy_(moe.scales.index_select(0, ids[0][order]))
+        self.shared.copy_(moe.share(x))
+
+    def _attend(self, block: Attention, layer: int, x: Tensor, position: Tensor) -> Tensor:
+        spec, size = self.spec, self.spec.block_tokens
+        cache = self.static.attention[layer]
+        cos, sin = self.cos.index_select(0, position), self.sin.index_select(0, position)
+        q, k, v, gate = block.project(x, cos, sin)
+        cache.keys.index_copy_(0, position, k)
+        cache.values.index_copy_(0, position, v)
+        index_q, raw = block.project_index(x, cos, sin)
+        cache.open_block.index_copy_(0, position % size, raw)
+        # the key of the open block is written each time and right when the block is complete; only then it is used
+        number = position // size
+        start = number * size
+        pooled = block.pool(
+            cache.open_block.unsqueeze(0),
+            self.cos.index_select(0, start),
+            self.sin.index_select(0, start),
+        )
+        cache.pooled.index_copy_(0, number, pooled)
+        num_complete = (position + 1) // size
+        complete = (self.positions[: self.num_blocks] < num_complete).unsqueeze(0)
+        chosen = ops.top_blocks(block.score(index_q, cache.pooled), complete, spec.index_blocks)
+        chosen = chosen.unsqueeze(-1).expand(-1, -1, size).reshape(1, -1)
+        is_open = (self.positions >= num_complete * size) & (self.positions <= position)
+        out = ops.attention(q, cache.keys, cache.values, chosen | is_open)
+        return F.linear((out * torch.sigmoid(gate)).flatten(1), block.out)
+
+    # ---- whose state is in the buffers ----------------------------------------------------------------------------
+
+    def _bind(self, state: QwenState) -> None:
+        """Bring a conversation's state into the buffers; the conversation before gets its own copy back."""
+        bound = self._bound() if self._bound is not None else None
+        if bound is not None and bound is not state:
+            bound.restore(bound.tensors())
+        static, length, blocks = (
+            self.static,
+            state.position,
+            state.position // self.spec.block_tokens,
+        )
+        for layer, memory in state.delta.items():
+            state.delta[layer] = _moved(memory, static.delta[layer])
+            state.conv[layer] = _moved(state.conv[layer], static.conv[layer])
+        state.ple_conv = _moved(state.ple_conv, static.ple_conv)
+        for layer, cache in state.attention.items():
+            target = static.attention[layer]
+            for part, used in (("keys", length), ("values", length), ("pooled", blocks)):
+                source, fixed = getattr(cache, part), getattr(target, part)
+                if source is not fixed:
+                    fixed[:used].copy_(source[:used])
+                    setattr(cache, part, fixed)
+            if cache.open_block.data_ptr() != target.open_block.data_ptr():
+                target.open_block[: len(cache.open_block)].copy_(cache.open_block)
+        self._bound = weakref.ref(state)
+
+
+def _moved(source: Tensor, fixed: Tensor) -> Tensor:
+    if source is not fixed:
+        fixed.copy_(source)
+    return fixed
