@@ -197,3 +197,56 @@ def nvfp4_swiglu_expert(
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Return down(silu(gate x) * up x) for plain weights: [T, H]."""
     return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+def add_norm(
+    residual: Tensor, amount: Tensor | None, y: Tensor | None, gain: Tensor, eps: float
+) -> Tensor:
+    """Add a block's output to every stream, in place, and return the normed streams.
+
+    residual: [T, S, H], changed.  amount: [T, S, 1], y: [T, H], or None for nothing to add.  gain: [S, H] fp32.
+    """
+    if amount is not None and y is not None:
+        residual += amount * y.unsqueeze(1)
+    return rms_norm(residual, gain, eps)
+
+
+def mix_streams(normed: Tensor, down_inject: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a block's input [T, H] and how much of its output each stream takes [T, S, 1].
+
+    normed: [T, S, H].  down_inject: [rank + S, S * H].  up: [S * H, rank].
+    """
+    streams = normed.shape[1]
+    both = F.linear(normed.flatten(1), down_inject) / streams
+    gate = torch.sigmoid(F.linear(F.silu(both[:, :-streams]), up)).view_as(normed)
+    return (gate * normed).mean(1), 2 * torch.sigmoid(both[:, -streams:]).unsqueeze(-1)
+
+
+def conv_silu_token(x: Tensor, history: Tensor, taps: Tensor) -> Tensor:
+    """x: [1, C].  history: [J - 1, C], moved on by one token in place.  taps: [J, C].  Returns [1, C] fp32."""
+    out, moved = causal_conv(x, history, taps)
+    history.copy_(moved)
+    return F.silu(out).float()
+
+
+def delta_token(
+    qkv: Tensor, z: Tensor, beta_decay: Tensor, rate: Tensor, dt_bias: Tensor, norm: Tensor, state: Tensor, eps: float
+) -> Tensor:  # fmt: skip
+    """One token through all value heads: normed, gated output [1, heads * V] in z's dtype.
+
+    qkv: [1, 2 * key width + heads * V] fp32, convolved.  z: [1, heads * V].  beta_decay: [1, 2 * heads].
+    rate, dt_bias: [heads] fp32.  norm: [V] fp32.  state: [heads, K, V] fp32, changed in place.
+    """
+    heads, key_dim, value_dim = state.shape
+    key_width = (qkv.shape[1] - heads * value_dim) // 2
+    q, k, v = qkv[0].split([key_width, key_width, heads * value_dim])
+    repeat = heads * key_dim // key_width  # value head h uses key head h // repeat
+    q = l2_norm(q.view(-1, key_dim)).repeat_interleave(repeat, dim=0) * key_dim**-0.5
+    k = l2_norm(k.view(-1, key_dim)).repeat_interleave(repeat, dim=0)
+    b, a = beta_decay[0].split(heads)
+    log_decay = rate * F.softplus(a.float() + dt_bias)
+    out = gated_delta_step(
+        q, k, v.view(heads, value_dim), torch.sigmoid(b).float(), log_decay, state
+    )
+    out = rms_norm(out.to(z.dtype), norm, eps)
+    return (out.float() * torch.sigmoid(z.float()).view_as(out)).to(z.dtype).view_as(z)

@@ -67,7 +67,9 @@ class BlockMixer(Mixer):
 
     def __init__(self, weights: Mapping[str, Tensor], name: str, spec: QwenSpec) -> None:
         super().__init__(weights, name, spec)
-        self.inject = weights[f"{name}.block_inject_weight.weight"]
+        # one matrix, so that a decode step reads both in one product; the parts are views of it
+        self.down_inject = torch.cat([self.down, weights[f"{name}.block_inject_weight.weight"]])
+        self.down, self.inject = self.down_inject.split([spec.lowrank, spec.streams])
 
     def read(self, residual: Tensor) -> tuple[Tensor, Tensor]:
         """residual: [T, S, H].  Returns (block input [T, H], scalars [T, S, 1])."""
@@ -253,7 +255,8 @@ class Attention:
     def score(self, index_q: Tensor, pooled: Tensor) -> Tensor:
         """index_q: [T, heads, dim].  pooled: [B, dim].  Returns [T, B] fp32."""
         scores = torch.einsum("thd,bd->thb", index_q.float(), pooled.float())
-        return scores.relu().sum(1) * self.spec.index_dim**-0.5
+        scaled: Tensor = scores.relu().sum(1) * self.spec.index_dim**-0.5
+        return scaled
 
     def _update_index(
         self, x: Tensor, cache: AttentionState, start: int, cos: Tensor, sin: Tensor

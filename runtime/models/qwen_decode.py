@@ -13,13 +13,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference as ops
+from kernels.fp8_matvec import linear
 from runtime.models.qwen_state import AttentionState, QwenState
 
 if TYPE_CHECKING:
@@ -38,6 +39,12 @@ class Decoder:
         capacity = self.num_blocks * size
         device, dtype = like.device, like.dtype
         self.device = device
+        self._read: Any = ops
+        self._delta: Any = ops
+        if device.type == "cuda":  # the Triton twins
+            from kernels import delta_rule, hyper_connection
+
+            self._read, self._delta = hyper_connection, delta_rule
 
         def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -151,18 +158,18 @@ class Decoder:
         self.dev_in.copy_(self.host_in, non_blocking=True)
         hidden = self.model.embedding.index_select(0, self.dev_in[:1])
         self.residual.copy_(hidden.unsqueeze(1).expand_as(self.residual))
-        self._to_router(0)
+        self._to_router(0, None)
 
     def _middle(self, layer: int) -> None:
-        self._add_experts()
-        self._to_router(layer)
+        self._to_router(layer, self._experts())
 
     def _last(self) -> None:
-        self._add_experts()
-        x, _ = self.model.final_mixer.mix(self.residual)
+        residual = self.residual + self.amount * self._experts().unsqueeze(1)
+        x, _ = self.model.final_mixer.mix(residual)
         self.logits.copy_(F.linear(x, self.model.head))
 
-    def _add_experts(self) -> None:
+    def _experts(self) -> Tensor:
+        """Return the output of the expert block whose route the host has answered: [1, H]."""
         if self.device.type == "cuda":
             from kernels.nvfp4_expert import nvfp4_experts
 
@@ -172,30 +179,30 @@ class Decoder:
                 self.rows[row] = ops.nvfp4_swiglu_expert(
                     self.x, record, self.scales[row], self.spec.intermediate
                 )[0]
-        y = (self.weights @ self.rows + self.shared).to(self.x.dtype)
-        self.residual.copy_(self.residual + self.amount * y.unsqueeze(1))
+        return (self.weights @ self.rows + self.shared).to(self.x.dtype)
 
-    def _to_router(self, layer: int) -> None:
-        model, spec = self.model, self.spec
-        position = self.dev_in[1:]
-        residual = self.residual
+    def _to_router(self, layer: int, y: Tensor | None) -> None:
+        """y: output of the expert block before, not yet added to the streams (their shares are in `amount`)."""
+        model, spec, read = self.model, self.spec, self._read
+        amount: Tensor | None = self.amount
         if layer == spec.ple_layer:
-            self.dev_rows.copy_(self.host_rows, non_blocking=True)
-            history = self.static.ple_conv
-            embedding = model.ple.embed(self.dev_rows, residual)
-            residual = residual + model.ple(residual, embedding, self.static)
-            history.copy_(self.static.ple_conv)
-            self.static.ple_conv = history
-        x, amount = model.attention_mixers[layer].read(residual)
+            if y is not None:
+                self.residual += self.amount * y.unsqueeze(1)
+            self._add_ple()
+            y = None
+        if y is None:
+            amount = None
+        mixer = model.attention_mixers[layer]
+        normed = read.add_norm(self.residual, amount, y, mixer.gain, spec.eps)
+        x, amount = read.mix_streams(normed, mixer.down_inject, mixer.up)
+        block = model.blocks[layer]
         if spec.is_attention[layer]:
-            y = self._attend(cast("Attention", model.blocks[layer]), layer, x, position)
+            y = self._attend(cast("Attention", block), layer, x)
         else:
-            history = self.static.conv[layer]
-            y = cast("DeltaNet", model.blocks[layer])(x, self.static)
-            history.copy_(self.static.conv[layer])
-            self.static.conv[layer] = history
-        residual = residual + amount * y.unsqueeze(1)
-        x, amount = model.mlp_mixers[layer].read(residual)
+            y = self._recall(cast("DeltaNet", block), layer, x)
+        mixer = model.mlp_mixers[layer]
+        normed = read.add_norm(self.residual, amount, y, mixer.gain, spec.eps)
+        x, amount = read.mix_streams(normed, mixer.down_inject, mixer.up)
         moe = model.moes[layer]
         ids, weights = moe.route(x)
         order = ids[0].argsort()
@@ -203,15 +210,33 @@ class Decoder:
         self.host_route[layer].copy_(
             torch.cat([ids[0], ids[0] if guesses is None else guesses]), non_blocking=True
         )
-        self.residual.copy_(residual)
         self.x.copy_(x)
         self.amount.copy_(amount)
         self.weights.copy_(weights[:, order])
         self.scales.copy_(moe.scales.index_select(0, ids[0][order]))
         self.shared.copy_(moe.share(x))
 
-    def _attend(self, block: Attention, layer: int, x: Tensor, position: Tensor) -> Tensor:
-        spec, size = self.spec, self.spec.block_tokens
+    def _add_ple(self) -> None:
+        ple, history = self.model.ple, self.static.ple_conv
+        self.dev_rows.copy_(self.host_rows, non_blocking=True)
+        embedding = ple.embed(self.dev_rows, self.residual)
+        self.residual += ple(self.residual, embedding, self.static)
+        history.copy_(self.static.ple_conv)
+        self.static.ple_conv = history
+
+    def _recall(self, block: DeltaNet, layer: int, x: Tensor) -> Tensor:
+        qkv = self._delta.conv_silu_token(
+            linear(x, *block.qkv), self.static.conv[layer], block.taps
+        )
+        z, beta_decay = linear(x, *block.z), F.linear(x, block.beta_decay)
+        memory = self.static.delta[layer]
+        out = self._delta.delta_token(
+            qkv, z, beta_decay, block.rate, block.dt_bias, block.norm, memory, self.spec.eps
+        )
+        return linear(out, *block.out)
+
+    def _attend(self, block: Attention, layer: int, x: Tensor) -> Tensor:
+        spec, size, position = self.spec, self.spec.block_tokens, self.dev_in[1:]
         cache = self.static.attention[layer]
         cos, sin = self.cos.index_select(0, position), self.sin.index_select(0, position)
         q, k, v, gate = block.project(x, cos, sin)

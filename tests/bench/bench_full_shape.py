@@ -116,6 +116,9 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=96)
     parser.add_argument("--tokens", type=int, default=50)
     parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument(
+        "--profile", action="store_true", help="count kernels and their time in one eager step"
+    )
     args = parser.parse_args()
     spec = full_spec(args.experts)
     experts = RandomExperts(spec.num_layers, args.experts)
@@ -139,6 +142,16 @@ def main() -> None:
             row.argmax().item()
             times.append((time.perf_counter() - started) * 1e3)
         outputs[has_graphs] = torch.stack(logits)
+        if args.profile and not has_graphs:
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA]
+            ) as profile:
+                decoder.step(7, state)
+                torch.cuda.synchronize()
+            table = profile.key_averages().table(
+                sort_by="cuda_time_total", row_limit=40, max_name_column_width=60
+            )
+            print(table, file=sys.stderr)
         steady = sorted(times[5:])
         waits = decoder.wait_ns / 1e6 / args.tokens
         median = steady[len(steady) // 2]
