@@ -250,3 +250,37 @@ def delta_token(
     )
     out = rms_norm(out.to(z.dtype), norm, eps)
     return (out.float() * torch.sigmoid(z.float()).view_as(out)).to(z.dtype).view_as(z)
+
+
+def route_token(
+    logits: Tensor, guess_logits: Tensor | None, expert_scales: Tensor, route: Tensor, weights: Tensor, scales: Tensor
+) -> None:  # fmt: skip
+    """Choose the experts of a token and what the weighted sum needs.
+
+    logits, guess_logits: [1, E].  expert_scales: [E, 3] fp32.  Filled: route [2k] int64, the chosen experts best first,
+    then the guesses for the next layer (the chosen again without guess_logits); weights [1, k] fp32, which sum to
+    one, and scales [k, 3], both by ascending expert id.
+    """
+    top_k = weights.shape[1]
+    top = logits[0].float().softmax(-1).topk(top_k)
+    order = top.indices.argsort()
+    share = (top.values / top.values.sum()).to(logits.dtype).float()
+    guessed = top.indices if guess_logits is None else guess_logits[0].topk(top_k).indices
+    route.copy_(torch.cat([top.indices, guessed]))
+    weights.copy_(share[order].unsqueeze(0))
+    scales.copy_(expert_scales[top.indices[order]])
+
+
+def shared_token(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, shared_gate: Tensor, out: Tensor
+) -> None:
+    """Fill out [1, H] with the gated shared expert of x [1, H].
+
+    gate, up: [I, H].  down: [H, I].  shared_gate: [1, H].
+    """
+    out.copy_(torch.sigmoid(F.linear(x, shared_gate)) * swiglu(x, gate, up, down))
+
+
+def combine_token(weights: Tensor, rows: Tensor, shared: Tensor) -> Tensor:
+    """weights: [1, k] fp32.  rows: [k, H] fp32.  shared: [1, H].  Returns the expert block's output [1, H]."""
+    return (weights @ rows + shared).to(shared.dtype)

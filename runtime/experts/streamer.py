@@ -232,7 +232,7 @@ class ExpertStreamer:
                     pinned.remove(key)
                     self.cache.unpin(key)
                 else:
-                    yield key.expert, self._arena.rows[staging]
+                    yield key.expert, self._arena.records[staging]
                     free.append(staging)
         finally:
             self._release(pinned)
@@ -261,7 +261,7 @@ class ExpertStreamer:
         row = self.cache.row_of(key)
         assert row is not None, f"{key} was yielded without a row"
         assert not self.cache.is_in_flight(key), f"{key} was yielded before it landed"
-        return self._arena.rows[row]
+        return self._arena.records[row]
 
     def _get_arrival(self) -> ReadJob:
         started = time.perf_counter_ns()
@@ -333,7 +333,7 @@ class ResidentExperts:
 
     def sweep(self, layer: int, ids: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         for expert in ids:
-            yield expert, self._arena.rows[layer * self._num_experts + expert]
+            yield expert, self._arena.records[layer * self._num_experts + expert]
 
     def pin(self) -> None:
         self._arena.pin()

@@ -41,10 +41,11 @@ class Decoder:
         self.device = device
         self._read: Any = ops
         self._delta: Any = ops
+        self._moe: Any = ops
         if device.type == "cuda":  # the Triton twins
-            from kernels import delta_rule, hyper_connection
+            from kernels import delta_rule, hyper_connection, moe_token
 
-            self._read, self._delta = hyper_connection, delta_rule
+            self._read, self._delta, self._moe = hyper_connection, delta_rule, moe_token
 
         def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -65,6 +66,8 @@ class Decoder:
         )
         self.table = pinned(spec.top_k)
         self.host_route = pinned(spec.num_layers, 2 * spec.top_k)
+        # numpy views of the same memory: reading and writing a few numbers through torch costs more than the look-ups
+        self._table_view, self._route_view = self.table.numpy(), self.host_route.numpy()
         # what crosses from one segment to the next
         self.residual = buffer(1, spec.streams, spec.hidden)
         self.x, self.shared = buffer(1, spec.hidden), buffer(1, spec.hidden)
@@ -121,14 +124,14 @@ class Decoder:
 
     def _fetch(self, layer: int) -> None:
         """Bring a layer's experts where the next segment finds them."""
-        ids = self.host_route[layer].tolist()
+        ids = self._route_view[layer].tolist()
         route = ids[: self.spec.top_k]
         guesses = ids[self.spec.top_k :] if self.model.num_guesses else ()
-        place = {expert: row for row, expert in enumerate(sorted(route))}
-        fetched = self.model.experts.fetch(layer, route, guesses)
-        self.records = {place[expert]: record for expert, record in fetched}
-        for row, record in self.records.items():
-            self.table[row] = record.data_ptr()
+        fetched = dict(self.model.experts.fetch(layer, route, guesses))
+        records = [fetched[expert] for expert in sorted(route)]
+        self._table_view[:] = [record.data_ptr() for record in records]
+        if self.device.type == "cpu":
+            self.records = dict(enumerate(records))
 
     def _run(self, segment: int) -> None:
         run = self._segment(segment)
@@ -179,7 +182,8 @@ class Decoder:
                 self.rows[row] = ops.nvfp4_swiglu_expert(
                     self.x, record, self.scales[row], self.spec.intermediate
                 )[0]
-        return (self.weights @ self.rows + self.shared).to(self.x.dtype)
+        out: Tensor = self._moe.combine_token(self.weights, self.rows, self.shared)
+        return out
 
     def _to_router(self, layer: int, y: Tensor | None) -> None:
         """y: output of the expert block before, not yet added to the streams (their shares are in `amount`)."""
@@ -204,17 +208,15 @@ class Decoder:
         normed = read.add_norm(self.residual, amount, y, mixer.gain, spec.eps)
         x, amount = read.mix_streams(normed, mixer.down_inject, mixer.up)
         moe = model.moes[layer]
-        ids, weights = moe.route(x)
-        order = ids[0].argsort()
-        guesses = moe.guess(x) if model.num_guesses else None
-        self.host_route[layer].copy_(
-            torch.cat([ids[0], ids[0] if guesses is None else guesses]), non_blocking=True
+        logits, guess_logits = F.linear(x, moe.router), None
+        if model.num_guesses and moe.next_router is not None:
+            guess_logits = F.linear(x * moe.next_ratio, moe.next_router)
+        self._moe.route_token(
+            logits, guess_logits, moe.scales, self.host_route[layer], self.weights, self.scales
         )
+        self._moe.shared_token(x, *moe.shared, moe.shared_gate, self.shared)
         self.x.copy_(x)
         self.amount.copy_(amount)
-        self.weights.copy_(weights[:, order])
-        self.scales.copy_(moe.scales.index_select(0, ids[0][order]))
-        self.shared.copy_(moe.share(x))
 
     def _add_ple(self) -> None:
         ple, history = self.model.ple, self.static.ple_conv

@@ -46,7 +46,7 @@ class RandomExperts:
     def fetch(self, layer, ids, guesses=()):
         self.counters.hits += len(ids)
         for expert in ids:
-            yield expert, self.arena.rows[layer * self.num_experts + expert]
+            yield expert, self.arena.records[layer * self.num_experts + expert]
 
 
 class RandomRows:
