@@ -451,7 +451,7 @@ class QwenModel:
     def decode(self, token: int, state: QwenState) -> Tensor:
         """Take in one token: fp32 logits [1, vocab]."""
         if self.decoder is not None:
-            return self.decoder.step(token, state)
+            return self.decoder.step(token, state).clone()  # the next step overwrites its buffer
         return self._forward([token], state, all_logits=False)
 
     @torch.inference_mode()
