@@ -18,7 +18,15 @@ from kernels import nvfp4_expert, reference
 TOLERANCE = 2e-6
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def page_aligned(record: torch.Tensor) -> torch.Tensor:
+    """Return the record at the start of a page, where the device can read it."""
+    if DEVICE == "cuda":
+        return torch.zeros(len(record) + 4096, dtype=torch.uint8, device=DEVICE)[
+            : len(record)
+        ].copy_(record)
     memory = mmap.mmap(-1, -(-len(record) // 4096) * 4096)
     out = torch.frombuffer(memory, dtype=torch.uint8)
     out[: len(record)] = record
@@ -42,7 +50,7 @@ def make_case(hidden: int, intermediate: int, experts: int, seed: int = 0):
     ]
     # large enough for silu to bend, small enough not to saturate
     global_scales = (0.5 + torch.rand(experts, 3, generator=generator)) * 1e-3
-    return records, global_scales, torch.randn(1, hidden, generator=generator)
+    return records, global_scales.to(DEVICE), torch.randn(1, hidden, generator=generator).to(DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -60,10 +68,10 @@ def make_case(hidden: int, intermediate: int, experts: int, seed: int = 0):
 )
 def test_interpreted_kernel_is_the_reference(hidden: int, intermediate: int, experts: int):
     records, scales, x = make_case(hidden, intermediate, experts)
-    table = torch.tensor([record.data_ptr() for record in records])
+    table = torch.tensor([record.data_ptr() for record in records], device=DEVICE)
     inner, out = (
-        torch.full((experts, intermediate), float("nan")),
-        torch.full((experts, hidden), float("nan")),
+        torch.full((experts, intermediate), float("nan"), device=DEVICE),
+        torch.full((experts, hidden), float("nan"), device=DEVICE),
     )
     nvfp4_expert.nvfp4_experts(x, table, scales, inner, out)
     for row, record in enumerate(records):
@@ -73,8 +81,8 @@ def test_interpreted_kernel_is_the_reference(hidden: int, intermediate: int, exp
 
 def test_address_zero_leaves_its_row_untouched():
     records, scales, x = make_case(64, 16, 2)
-    table = torch.tensor([0, records[1].data_ptr()])
-    inner, out = torch.zeros(2, 16), torch.full((2, 64), 7.0)
+    table = torch.tensor([0, records[1].data_ptr()], device=DEVICE)
+    inner, out = torch.zeros(2, 16, device=DEVICE), torch.full((2, 64), 7.0, device=DEVICE)
     nvfp4_expert.nvfp4_experts(x, table, scales, inner, out)
     assert (out[0] == 7.0).all()
     assert not (out[1] == 7.0).any()
@@ -86,9 +94,9 @@ def test_where_a_record_lies_never_shows():
     outs = []
     for order in ([0, 1, 2], [2, 0, 1]):
         moved = [page_aligned(records[i]) for i in order]
-        table = torch.tensor([record.data_ptr() for record in moved])
-        out = torch.empty(3, 80)
-        nvfp4_expert.nvfp4_experts(x, table, scales[order], torch.empty(3, 48), out)
+        table = torch.tensor([record.data_ptr() for record in moved], device=DEVICE)
+        out = torch.empty(3, 80, device=DEVICE)
+        nvfp4_expert.nvfp4_experts(x, table, scales[order], torch.empty(3, 48, device=DEVICE), out)
         outs.append(out[torch.tensor(order).argsort()])
     assert torch.equal(*outs)
 
