@@ -11,7 +11,8 @@ from runtime import hardware
 from runtime.engine import Engine
 from runtime.session import FinishReason, Session
 from runtime.stats import RunSummary, TokenStats, format_summary, summarize
-from stages.core import Stage, StageContext, write_atomically
+from stages.core import Stage, StageContext
+from stages.files import write_atomically
 from stages.opening import open_engine
 
 log = logging.getLogger("stages")

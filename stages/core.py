@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import importlib
 import json
 import logging
 import os
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,8 +24,10 @@ from typing import Any, NamedTuple, Self
 from blake3 import blake3
 
 from conf.schema import STAGES, RunConfig
-from runtime.errors import BusyError, UserError
+from runtime.errors import UserError
 from runtime.units import MIB, format_duration, format_nbytes
+from stages.files import file_digest, fsync_folder, sample_digest, write_atomically
+from stages.lock import Lock
 
 log = logging.getLogger("stages")
 
@@ -35,7 +35,6 @@ RECORD_NAME = "record.json"
 JOURNAL_NAME = "journal.jsonl"
 PLAN_NAME = "plan.json"
 DISK_MARGIN_NBYTES = 64 * MIB  # never fill a filesystem to the last block
-SAMPLE_CHUNKS, SAMPLE_NBYTES = 16, 4096
 QUIET_LINE_EVERY_S = 5.0
 
 
@@ -443,61 +442,6 @@ def _disk_errors(stage: str, root: Path) -> Iterator[None]:
         ) from error
 
 
-class Lock:
-    """One process per output. The kernel lets go when the owner dies, so a left-over file locks nobody out."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fd = -1
-
-    def __enter__(self) -> Self:
-        self._acquire()
-        while not self._is_ours():  # its last owner unlinked the file between our open and our lock
-            os.close(self._fd)
-            self._acquire()
-        previous = os.pread(self._fd, 4096, 0).decode(errors="replace").strip()
-        if previous:
-            log.info(
-                "%s: taking over from %s, which ended without finishing", self._path.stem, previous
-            )
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        return self
-
-    def _acquire(self) -> None:
-        try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise UserError(
-                f"cannot write {self._path}: {error.strerror}",
-                "set paths.artifacts to a folder that you may write to",
-            ) from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = os.pread(self._fd, 4096, 0).decode(errors="replace").strip()
-            os.close(self._fd)
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise UserError(
-                    f"the filesystem of {self._path.parent} has no file locks: {error.strerror}",
-                    "set paths.artifacts to a folder on a local drive",
-                ) from error
-            raise BusyError(
-                f"{self._path.stem} is being made by another run ({owner or 'owner unknown'})",
-                "wait for it, or stop that process; what it has finished is kept",
-            ) from error
-
-    def _is_ours(self) -> bool:
-        try:
-            return os.stat(self._path).st_ino == os.fstat(self._fd).st_ino
-        except FileNotFoundError:
-            return False
-
-    def __exit__(self, *_: object) -> None:
-        self._path.unlink(missing_ok=True)
-        os.close(self._fd)
-
-
 class StagesByName(Mapping[str, Stage]):
     """Every stage that `conf.schema.STAGES` names; a module is imported when its stage is looked up."""
 
@@ -512,46 +456,6 @@ class StagesByName(Mapping[str, Stage]):
 
     def __len__(self) -> int:
         return len(STAGES)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file under a temporary name, fsync, rename: a reader sees the old or the new one, never half."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    temporary.rename(path)
-    fsync_folder(path.parent)
-
-
-def fsync_folder(path: Path) -> None:
-    """Make renames in a folder survive a power cut."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def file_digest(path: Path) -> str:
-    """Return the blake3 of a file, streamed."""
-    hasher = blake3(max_threads=blake3.AUTO)
-    with open(path, "rb") as f:
-        while chunk := f.read(2**24):
-            hasher.update(chunk)
-    return hasher.hexdigest(length=16)
-
-
-def sample_digest(path: Path) -> str:
-    """Return the blake3 of a few chunks spread over a file: quick, and sees most ways to be another file."""
-    nbytes = path.stat().st_size
-    hasher = blake3(str(nbytes).encode())
-    with open(path, "rb") as f:
-        for i in range(SAMPLE_CHUNKS):
-            f.seek(max(0, nbytes - SAMPLE_NBYTES) * i // (SAMPLE_CHUNKS - 1))
-            hasher.update(f.read(SAMPLE_NBYTES))
-    return hasher.hexdigest(length=16)
 
 
 def _describe(path: Path, digest: str | None) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import Any
 from conf.schema import RunConfig, Source
 from runtime.checkpoint import Checkpoint
 from runtime.errors import UserError
-from stages.core import Output, Stage, StageContext, file_digest
+from stages.core import Output, Stage, StageContext
+from stages.files import file_digest
 
 PROJECT = Path(__file__).resolve().parent.parent
 NEEDED = ("config.json", "tokenizer.json")

@@ -25,8 +25,9 @@ from runtime.experts.layout import (
     PackHeader,
 )
 from runtime.models import qwen_weights as weights
-from stages.core import Output, Stage, StageContext, write_atomically
+from stages.core import Output, Stage, StageContext
 from stages.download import snapshot_of
+from stages.files import write_atomically
 
 
 def disk_nbytes(_cfg: RunConfig, inputs: Mapping[str, Output]) -> int:

@@ -248,7 +248,7 @@ def test_damage_ends_with_its_own_exit_code(cli, outputs, tmp_path):
 
 
 def test_a_second_run_is_told_to_wait(cli, outputs, tmp_path):
-    from stages.core import Lock
+    from stages.lock import Lock
 
     shutil.copytree(outputs, tmp_path / "outputs")
     folder = make_runner(tmp_path / "outputs").folder("residents")

@@ -24,7 +24,8 @@ from blake3 import blake3
 from conf.schema import RunConfig
 from runtime.errors import BusyError, UserError
 from stages import core
-from stages.core import Decision, Lock, Output, Runner, Stage, StageContext
+from stages.core import Decision, Output, Runner, Stage, StageContext
+from stages.lock import Lock
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_UNITS = 4
