@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-STAGES = ("download", "repack", "spot_check", "residents", "verify", "chat", "serve")
+STAGES = (
+    "synthetic", "download", "repack", "spot_check", "residents", "verify", "bench", "chat", "serve",
+)  # fmt: skip
 
 
 class ConfigError(ValueError):
@@ -28,6 +30,9 @@ class Source(Enum):
     bundled = "bundled"  # trained checkpoints inside this project
     local = "local"  # a snapshot folder given by model.path, used in place, never changed
     hub = "hub"  # the Hugging Face hub, at model.revision
+    synthetic = (
+        "synthetic"  # random bytes in the released names and shapes, made by the synthetic stage
+    )
 
 
 class DirectIo(Enum):
@@ -67,6 +72,22 @@ class SamplingConfig:
 
 
 @dataclass
+class SyntheticConfig:
+    """A checkpoint of random bytes (source=synthetic): the released names, dtypes and per-tensor shapes, fewer of them."""
+
+    experts: int | None = (
+        None  # per layer; null: as many as disk_gib allows, at most the released number
+    )
+    layers: int | None = None  # null: as released
+    disk_gib: float = 60.0  # for all that the set-up makes of it: checkpoint, pack and residents
+    ngram_rows: int = 2**20  # of the n-gram table, about; the released one has 320 million
+    skew: float = (
+        0.5  # of the routing: standard deviation of the log of the router's row norms; 0 is even
+    )
+    seed: int = 0  # same seed and sizes, same bytes
+
+
+@dataclass
 class ModelConfig:
     """One model at one revision."""
 
@@ -84,6 +105,7 @@ class ModelConfig:
     context_tokens: int = 4096  # window; memory for keys and values grows with it
     prefill_tokens: int = 512  # a prompt goes through the layers in pieces of this many tokens
     deltanet: Deltanet = Deltanet.bf16
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
 
@@ -114,6 +136,10 @@ class HwConfig:
         None  # video memory that may be used in all; null: what the card has free
     )
     reserve_gib: float = 1.0  # of ram_gib, left to everything else
+    vram_reserve_gib: float = (
+        0.6  # of vram_gib, left to the CUDA context, libraries and the display
+    )
+    pin_threads: bool = True  # with a GPU: decoding on one fast core, reader threads on the others
     compute_threads: int = 0  # threads of CPU arithmetic; 0: all cores but one, at most 8
     drive: DriveConfig = field(default_factory=DriveConfig)
 
@@ -125,6 +151,9 @@ class CacheConfig:
     ram_gib: float | None = (
         None  # expert cache; 0: only the layer in use; null: all that the RAM plan leaves
     )
+    vram_gib: float | None = (
+        None  # expert slots in VRAM; 0: none but for copies on their way; null: all that is left
+    )
     sweep_experts: int = 32  # experts read ahead while a prompt goes through a layer
     table_rows: int = 65536  # rows of n-gram tables kept in RAM
 
@@ -133,7 +162,10 @@ class CacheConfig:
 class PrefetchConfig:
     """Reading ahead."""
 
-    experts: int = 2  # guesses for the next layer, read in the gap; 0 is none
+    experts: int = 2  # guesses for the next layer, read from the drive in the gap; 0 is none
+    copy: int = (
+        0  # guesses for the next layer that are in RAM, copied to VRAM early (GPU); 0 is none
+    )
 
 
 @dataclass
@@ -174,6 +206,19 @@ class VerifyConfig:
 
 
 @dataclass
+class BenchConfig:
+    """How `bench` measures."""
+
+    tokens: int = 64  # decoded and counted, in each repeat
+    warmup_tokens: int = 16  # decoded before, not counted
+    repeats: int = 3
+    prompt_length: int = 64  # tokens, read before decoding
+    is_cold: bool = False  # empty the expert cache before each repeat, and count the warm-up in
+    seed: int = 0  # of the prompt's tokens
+    plot: bool = True
+
+
+@dataclass
 class RunConfig:
     """Everything that one run is told."""
 
@@ -185,6 +230,7 @@ class RunConfig:
     paths: PathsConfig = field(default_factory=PathsConfig)
     spot_check: SpotCheckConfig = field(default_factory=SpotCheckConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
     stages: list[str] = field(
         default_factory=lambda: ["serve"]
     )  # what to run; set-up stages run first where needed
@@ -222,11 +268,23 @@ _RANGES: dict[str, tuple[float, float]] = {
     "hw.ram_gib": (0.0625, 2**20),
     "hw.vram_gib": (0.25, 2**20),
     "hw.reserve_gib": (0, 2**20),
+    "hw.vram_reserve_gib": (0, 2**20),
     "hw.compute_threads": (0, 1024),
     "cache.ram_gib": (0, 2**20),
+    "cache.vram_gib": (0, 2**20),
     "cache.sweep_experts": (1, 512),
     "cache.table_rows": (0, 2**31),
     "prefetch.experts": (0, 64),
+    "prefetch.copy": (0, 64),
+    "model.synthetic.experts": (1, 2**16),
+    "model.synthetic.layers": (1, 2**10),
+    "model.synthetic.disk_gib": (0.001, 2**20),
+    "model.synthetic.ngram_rows": (1, 2**40),
+    "model.synthetic.skew": (0, 4),
+    "bench.tokens": (1, 2**20),
+    "bench.warmup_tokens": (0, 2**20),
+    "bench.repeats": (1, 1000),
+    "bench.prompt_length": (1, 2**20),
     "serve.port": (0, 65535),
     "serve.queue": (0, 10000),
     "serve.keep_alive_s": (0, 3600),

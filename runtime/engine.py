@@ -45,6 +45,9 @@ class Model(Protocol):
     @property
     def dense_nbytes(self) -> int: ...
 
+    @property
+    def device_wait_ns(self) -> int: ...
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFiles:
@@ -62,6 +65,7 @@ class Counters:
     experts: ExpertCounters
     row_read_nbytes: int
     row_wait_ns: int
+    device_wait_ns: int  # the host, for the GPU
 
 
 def load_family(name: str) -> Any:
@@ -163,7 +167,12 @@ class Engine:
     def counters(self) -> Counters:
         """Return the running totals."""
         rows = self.model.rows
-        return Counters(self.model.experts.counters.copy(), rows.read_nbytes, rows.wait_ns)
+        return Counters(
+            self.model.experts.counters.copy(),
+            rows.read_nbytes,
+            rows.wait_ns,
+            self.model.device_wait_ns,
+        )
 
     def token_stats(
         self, position: int, num_tokens: int, started: float, before: Counters
@@ -177,6 +186,7 @@ class Engine:
             total_ms=(time.perf_counter() - started) * 1e3,
             drive_wait_ms=spent.wait_ns / 1e6,
             row_wait_ms=(now.row_wait_ns - before.row_wait_ns) / 1e6,
+            device_wait_ms=(now.device_wait_ns - before.device_wait_ns) / 1e6,
             counters=spent,
             row_read_nbytes=now.row_read_nbytes - before.row_read_nbytes,
         )

@@ -116,6 +116,11 @@ def peak_rss_nbytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def peak_vram_nbytes() -> int:
+    """Return the most GPU memory that this process's tensors have held at once; 0 without a GPU."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+
+
 def measure_memory_gib_s(nbytes: int = 2**26, repeats: int = 5) -> float:
     """Return the rate at which one thread reads memory: the best of a few sums over `nbytes` of fp32."""
     data = torch.ones(nbytes // 4)

@@ -12,9 +12,14 @@ from runtime.units import GIB, format_nbytes
 
 @dataclass(slots=True)
 class ExpertCounters:
-    """Running totals of one expert source. `late`: on its way (a right guess) when it was asked for."""
+    """Running totals of one expert source.
+
+    An expert that is asked for is a hit (in RAM), a VRAM hit, late (on its way: a right guess) or a miss. Copied bytes
+    went from RAM to the GPU, read in place or copied; wasted bytes were read from the drive for wrong guesses.
+    """
 
     hits: int = 0
+    vram_hits: int = 0
     late: int = 0
     misses: int = 0
     sweep_hits: int = 0
@@ -23,8 +28,17 @@ class ExpertCounters:
     guesses_used: int = 0
     guesses_wasted: int = 0
     guesses_cancelled: int = 0
+    early_issued: int = 0  # guesses copied to VRAM ahead of their layer
+    early_used: int = 0
     read_nbytes: int = 0
+    wasted_nbytes: int = 0
+    copied_nbytes: int = 0
     wait_ns: int = 0
+
+    @property
+    def lookups(self) -> int:
+        """Experts that decoding asked for."""
+        return self.hits + self.vram_hits + self.late + self.misses
 
     def copy(self) -> ExpertCounters:
         return ExpertCounters(**asdict(self))
@@ -45,8 +59,14 @@ class TokenStats:
     total_ms: float
     drive_wait_ms: float
     row_wait_ms: float  # waiting for rows of tables on the drive
+    device_wait_ms: float  # the host, waiting for the GPU's routes; 0 on a CPU
     counters: ExpertCounters
     row_read_nbytes: int
+
+    @property
+    def host_ms(self) -> float:
+        """What is left after the waits: on a GPU the host's own work, on a CPU the computing."""
+        return self.total_ms - self.drive_wait_ms - self.row_wait_ms - self.device_wait_ms
 
     @property
     def read_nbytes(self) -> int:
@@ -58,7 +78,8 @@ class Rates:
     """What the machine can do, measured in the same run (GiB/s); 0 where it was not measured."""
 
     drive_gib_s: float = 0.0
-    memory_gib_s: float = 0.0
+    memory_gib_s: float = 0.0  # where the residents are: RAM, or the GPU's memory
+    pcie_gib_s: float = 0.0  # copies from pinned RAM to the GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +96,20 @@ class RunSummary:
     inter_token_p95_ms: float
     drive_wait_ms_per_token: float
     row_wait_ms_per_token: float
+    device_wait_ms_per_token: float
+    host_ms_per_token: float
     read_nbytes_per_token: float
-    hit_rate: float
+    copied_nbytes_per_token: float
+    hit_rate: float  # found in RAM or VRAM
     counters: ExpertCounters
-    floor_ms: float  # per token: the larger of its bytes over the drive's rate and the dense bytes over memory's
+    floors_ms: dict[
+        str, float
+    ]  # per token, each on its own: drive (without wasted guesses), pcie, memory
+    floor_ms: float  # the largest of them
     efficiency: float  # floor_ms / achieved ms
     rates: Rates = field(default_factory=Rates)
     peak_rss_nbytes: int = 0
+    peak_vram_nbytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -102,10 +130,11 @@ def summarize(
     dense_nbytes: int,
     rates: Rates,
     peak_rss_nbytes: int = 0,
+    peak_vram_nbytes: int = 0,
 ) -> RunSummary:
     """Put one run's records together.
 
-    dense_nbytes: bytes of resident weights and cached experts that one token reads from memory at least.
+    dense_nbytes: bytes of resident weights (and on a CPU of cached experts) that one token reads from memory at least.
     """
     total = ExpertCounters()
     for token in tokens:
@@ -113,15 +142,18 @@ def summarize(
             setattr(total, f.name, getattr(total, f.name) + getattr(token.counters, f.name))
     n = max(1, len(tokens))
     times = [token.total_ms for token in tokens]
-    lookups = total.hits + total.late + total.misses
     read_nbytes = sum(token.read_nbytes for token in tokens) / n
-    floors_s = [0.0]
-    if rates.drive_gib_s:
-        floors_s.append(read_nbytes / (rates.drive_gib_s * GIB))
-    if rates.memory_gib_s:
-        floors_s.append(dense_nbytes / (rates.memory_gib_s * GIB))
+    floors_ms = {
+        name: nbytes / (rate * GIB) * 1e3
+        for name, nbytes, rate in (
+            ("drive", read_nbytes - total.wasted_nbytes / n, rates.drive_gib_s),
+            ("pcie", total.copied_nbytes / n, rates.pcie_gib_s),
+            ("memory", dense_nbytes, rates.memory_gib_s),
+        )
+        if rate
+    }
     mean_ms = statistics.fmean(times) if times else 0.0
-    floor_ms = max(floors_s) * 1e3
+    floor_ms = max(floors_ms.values(), default=0.0)
     new_tokens = prefill.num_tokens if prefill else 0
     return RunSummary(
         prompt_tokens=prompt_tokens,
@@ -134,34 +166,46 @@ def summarize(
         inter_token_p95_ms=percentile(times, 0.95),
         drive_wait_ms_per_token=sum(token.drive_wait_ms for token in tokens) / n,
         row_wait_ms_per_token=sum(token.row_wait_ms for token in tokens) / n,
+        device_wait_ms_per_token=sum(token.device_wait_ms for token in tokens) / n,
+        host_ms_per_token=sum(token.host_ms for token in tokens) / n,
         read_nbytes_per_token=read_nbytes,
-        hit_rate=total.hits / lookups if lookups else 0.0,
+        copied_nbytes_per_token=total.copied_nbytes / n,
+        hit_rate=(total.hits + total.vram_hits) / total.lookups if total.lookups else 0.0,
         counters=total,
+        floors_ms=floors_ms,
         floor_ms=floor_ms,
         efficiency=floor_ms / mean_ms if mean_ms else 0.0,
         rates=rates,
         peak_rss_nbytes=peak_rss_nbytes,
+        peak_vram_nbytes=peak_vram_nbytes,
     )
 
 
 def format_summary(s: RunSummary) -> str:
     """Return the lines that `chat` prints after an answer."""
     c = s.counters
-    lookups = c.hits + c.late + c.misses
+    in_vram = f" and VRAM ({c.vram_hits} of them)" if c.vram_hits else ""
+    copied = f", {format_nbytes(s.copied_nbytes_per_token)} over PCIe" if c.copied_nbytes else ""
+    device = f", the GPU {s.device_wait_ms_per_token:.2f} ms" if s.device_wait_ms_per_token else ""
     lines = [
         f"{s.generated_tokens} tokens, {s.decode_tok_s:.1f} tok/s (p50 {s.inter_token_p50_ms:.1f} ms, "
         f"p95 {s.inter_token_p95_ms:.1f} ms), first token after {s.ttft_ms:.0f} ms; "
         f"prompt {s.prompt_tokens} tokens ({s.cached_tokens} cached) at {s.prefill_tok_s:.0f} tok/s",
-        f"{format_nbytes(s.read_nbytes_per_token)} read per token; "
-        f"experts in RAM {s.hit_rate:.1%} of {lookups} look-ups "
+        f"{format_nbytes(s.read_nbytes_per_token)} read per token{copied}; "
+        f"experts in RAM{in_vram} {s.hit_rate:.1%} of {c.lookups} look-ups "
         f"({c.misses} missed, {c.late} on their way); guesses {c.guesses_issued} issued, {c.guesses_used} used, "
         f"{c.guesses_wasted} wasted, {c.guesses_cancelled} cancelled",
-        f"waiting per token: experts {s.drive_wait_ms_per_token:.2f} ms, table rows {s.row_wait_ms_per_token:.2f} ms",
+        f"waiting per token: experts {s.drive_wait_ms_per_token:.2f} ms, "
+        f"table rows {s.row_wait_ms_per_token:.2f} ms{device}",
     ]
+    if c.early_issued:
+        lines.append(f"early copies {c.early_issued}, used {c.early_used}")
     if s.floor_ms:
+        pcie = f", PCIe {s.rates.pcie_gib_s:.1f}" if s.rates.pcie_gib_s else ""
+        vram = f", VRAM {format_nbytes(s.peak_vram_nbytes)}" if s.peak_vram_nbytes else ""
         lines.append(
             f"floor {s.floor_ms:.2f} ms per token (drive {s.rates.drive_gib_s:.2f} GiB/s, memory "
-            f"{s.rates.memory_gib_s:.1f} GiB/s, measured now), efficiency {s.efficiency:.1%}; "
-            f"peak memory {format_nbytes(s.peak_rss_nbytes)}"
+            f"{s.rates.memory_gib_s:.1f}{pcie}, measured now), efficiency {s.efficiency:.1%}; "
+            f"peak memory {format_nbytes(s.peak_rss_nbytes)}{vram}"
         )
     return "\n".join(lines)

@@ -65,6 +65,7 @@ def answer(
         engine.dense_nbytes,
         rates,
         hardware.peak_rss_nbytes(),
+        hardware.peak_vram_nbytes(),
     )
     return summary, tokens
 

@@ -203,6 +203,7 @@ class ExpertStreamer:
                 self.cache.drop(key)
             elif self.cache.row_of(key) is not None:
                 self.counters.guesses_wasted += 1
+                self.counters.wasted_nbytes += self._layout.record_nbytes
                 self.cache.demote(key)
         self._guesses.clear()
 

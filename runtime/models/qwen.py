@@ -436,6 +436,11 @@ class QwenModel:
             None  # decodes instead of the layers' own path, where it is set
         )
 
+    @property
+    def device_wait_ns(self) -> int:
+        """Nanoseconds that the host has waited for the GPU's routes so far."""
+        return self.decoder.wait_ns if self.decoder is not None else 0
+
     def expert_scales(self, layer: int, expert: int) -> Tensor:
         """Return an expert's global scales (gate, up, down): [3] fp32."""
         return self.moes[layer].scales[expert]

@@ -14,7 +14,7 @@ from runtime.units import GIB, align_down, align_up, format_duration, format_nby
 
 
 def token(total_ms, counters, row_read_nbytes=0, num_tokens=1, drive_wait_ms=1.0):
-    return TokenStats(7, num_tokens, total_ms, drive_wait_ms, 0.5, counters, row_read_nbytes)
+    return TokenStats(7, num_tokens, total_ms, drive_wait_ms, 0.5, 1.5, counters, row_read_nbytes)
 
 
 def test_counters_since_a_copy():
