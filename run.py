@@ -41,6 +41,8 @@ def main(argv: list[str]) -> int:
     from runtime.errors import UserError
 
     signal.signal(signal.SIGTERM, _on_term)
+    # on a small card holes between tensors are lost memory; read when torch first meets the GPU
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     try:
         sys.argv[1:] = prepare(argv)
         _compose_and_run()

@@ -1,6 +1,6 @@
 """Products with weights kept as FP8 rows: one token on a GPU in Triton, everything else by the definition.
 
-Definition: `reference.linear`.
+Definitions: `reference.linear`, `reference.linear_pair`.
 """
 
 from __future__ import annotations
@@ -12,33 +12,49 @@ from torch import Tensor
 
 from kernels import reference
 
-BLOCK_ROWS = 8
-BLOCK_COLUMNS = 512
+BLOCK_ROWS, NUM_WARPS = 8, 4
+MAX_COLUMNS = 4096  # of one tile; longer rows take several
+
+
+@triton.jit
+def _fp8_dots(
+    weight, rows, num_rows, x, columns: tl.constexpr, block_rows: tl.constexpr, block: tl.constexpr
+):
+    """Products of some E4M3 rows with x, without their scales: [block_rows] fp32."""
+    total = tl.zeros([block_rows], dtype=tl.float32)
+    for start in tl.static_range(0, columns, block):
+        column = start + tl.arange(0, block)
+        at = rows[:, None].to(tl.int64) * columns + column[None, :]
+        mask = (rows < num_rows)[:, None] & (column < columns)[None, :]
+        byte = tl.load(weight + at, mask=mask, other=0).to(tl.int16)
+        # E4M3 bits moved into fp16 are the value times 2^-8; fp16 keeps subnormals
+        bits = ((byte & 0x7F) << 7) | ((byte & 0x80) << 8)
+        x32 = tl.load(x + column, mask=column < columns, other=0.0).to(tl.float32)
+        total += tl.sum(bits.to(tl.float16, bitcast=True).to(tl.float32) * x32[None, :], axis=1)
+    return total
 
 
 @triton.jit
 def _fp8_matvec_kernel(
-    weight, row_scale, x, out, num_rows, columns: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr
+    weight, row_scale, x, out, num_rows, other, other_out, num_others, programs, columns: tl.constexpr,
+    block_rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
-    is_row = rows < num_rows
-    total = tl.zeros([block_rows], dtype=tl.float32)
-    for start in range(0, columns, block_columns):
-        column = start + tl.arange(0, block_columns)
-        is_column = column < columns
-        at = rows[:, None].to(tl.int64) * columns + column[None, :]
-        byte = tl.load(weight + at, mask=is_row[:, None] & is_column[None, :], other=0).to(tl.int16)
-        # E4M3 bits moved into fp16 are the value times 2^-8; fp16 keeps subnormals
-        value = (
-            (((byte & 0x7F) << 7) | ((byte & 0x80) << 8))
-            .to(tl.float16, bitcast=True)
-            .to(tl.float32)
-        )
-        total += tl.sum(
-            value * tl.load(x + column, mask=is_column, other=0.0).to(tl.float32)[None, :], axis=1
-        )
-    scale = tl.load(row_scale + rows, mask=is_row, other=0.0) * 256.0
-    tl.store(out + rows, total * scale, mask=is_row)
+    program = tl.program_id(0)
+    if program < programs:
+        rows = program * block_rows + tl.arange(0, block_rows)
+        total = _fp8_dots(weight, rows, num_rows, x, columns, block_rows, block)
+        scale = tl.load(row_scale + rows, mask=rows < num_rows, other=0.0) * 256.0
+        tl.store(out + rows, total * scale, mask=rows < num_rows)
+    else:
+        rows = (program - programs) * block_rows + tl.arange(0, block_rows)
+        total = tl.zeros([block_rows], dtype=tl.float32)
+        for start in tl.static_range(0, columns, block):
+            column = start + tl.arange(0, block)
+            mask = (rows < num_others)[:, None] & (column < columns)[None, :]
+            w = tl.load(other + rows[:, None] * columns + column[None, :], mask=mask, other=0.0)
+            x32 = tl.load(x + column, mask=column < columns, other=0.0).to(tl.float32)
+            total += tl.sum(w.to(tl.float32) * x32[None, :], axis=1)
+        tl.store(other_out + rows, total, mask=rows < num_others)
 
 
 def linear(x: Tensor, weight: Tensor, row_scale: Tensor | None = None) -> Tensor:
@@ -46,16 +62,47 @@ def linear(x: Tensor, weight: Tensor, row_scale: Tensor | None = None) -> Tensor
 
     x: [T, K].  weight: [N, K] in x's dtype or float8_e4m3fn.  row_scale: [N] fp32, only with float8.
     """
-    if row_scale is None or not x.is_cuda or x.shape[0] != 1:
+    if row_scale is None or not x.is_cuda:
         return reference.linear(x, weight, row_scale)
-    return fp8_matvec(x, weight, row_scale)
+    if x.shape[0] == 1:
+        return fp8_matvec(x, weight, row_scale)
+    if x.dtype is torch.float32:
+        return reference.linear(x, weight, row_scale)
+    # every E4M3 value is a bf16 value: the product in the narrow dtype loses nothing, its sums are fp32
+    product = torch.mm(x, weight.to(x.dtype).t(), out_dtype=torch.float32)
+    return product.mul_(row_scale).to(x.dtype)
+
+
+def linear_pair(
+    x: Tensor, weight: Tensor, row_scale: Tensor | None, other: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return `linear(x, weight, row_scale)` and x other^T, for one token on a GPU in one launch.
+
+    x: [T, K].  weight: [N, K].  other: [M, K] in x's dtype.
+    """
+    if row_scale is None or not x.is_cuda or x.shape[0] != 1:
+        return linear(x, weight, row_scale), reference.linear(x, other)
+    out = torch.empty(1, weight.shape[0], dtype=x.dtype, device=x.device)
+    other_out = torch.empty(1, other.shape[0], dtype=x.dtype, device=x.device)
+    _launch(x, weight, row_scale, out, other, other_out)
+    return out, other_out
 
 
 def fp8_matvec(x: Tensor, weight: Tensor, row_scale: Tensor) -> Tensor:
     """x: [1, K].  weight: [N, K] float8_e4m3fn.  row_scale: [N] fp32.  Returns [1, N] in x's dtype."""
-    rows, columns = weight.shape
-    out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
-    sizes = {"columns": columns, "block_rows": BLOCK_ROWS, "block_columns": BLOCK_COLUMNS}
-    grid = (triton.cdiv(rows, BLOCK_ROWS),)
-    _fp8_matvec_kernel[grid](weight.view(torch.uint8), row_scale, x, out, rows, **sizes)
+    out = torch.empty(1, weight.shape[0], dtype=x.dtype, device=x.device)
+    _launch(x, weight, row_scale, out, x[:0], out)
     return out
+
+
+def _launch(
+    x: Tensor, weight: Tensor, row_scale: Tensor, out: Tensor, other: Tensor, other_out: Tensor
+) -> None:
+    rows, columns = weight.shape
+    programs = triton.cdiv(rows, BLOCK_ROWS)
+    grid = (programs + triton.cdiv(other.shape[0], BLOCK_ROWS),)
+    _fp8_matvec_kernel[grid](
+        weight.view(torch.uint8), row_scale, x, out, rows, other, other_out, other.shape[0], programs,
+        columns=columns, block_rows=BLOCK_ROWS, block=min(MAX_COLUMNS, triton.next_power_of_2(columns)),
+        num_warps=NUM_WARPS,
+    )  # fmt: skip

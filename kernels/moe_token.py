@@ -1,27 +1,73 @@
-"""What surrounds the routed experts of one token, in Triton: route, shared expert, and the weighted sum.
+"""What surrounds the routed experts of one token, in Triton: routers, route, shared expert, and the weighted sum.
 
-Definitions: `reference.route_token`, `reference.shared_token`, `reference.combine_token`.
+Definitions: `reference.mlp_in_token`, `route_token`, `shared_down_token`, `combine_token`.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-SHARED_ROWS, SHARED_COLUMNS = 4, 1024
-COMBINE_BLOCK = 256
+IN_ROWS, IN_WARPS = 4, 4
+DOWN_ROWS = 8
+COMBINE_BLOCK = 128
 
 
 @triton.jit
-def _best(scores, top_k: tl.constexpr, width: tl.constexpr):
-    """Indices and values of the top_k largest scores, best first, the earlier of equals first: [width] each."""
+def _dots(
+    weight, rows, num_rows, x, columns: tl.constexpr, block_rows: tl.constexpr, block: tl.constexpr
+):
+    """Products of some rows of a matrix with x, which is in registers: [block_rows] fp32."""
+    column = tl.arange(0, block)
+    mask = (rows < num_rows)[:, None] & (column < columns)[None, :]
+    w = tl.load(weight + rows[:, None] * columns + column[None, :], mask=mask, other=0.0)
+    return tl.sum(w.to(tl.float32) * x[None, :], axis=1)
+
+
+@triton.jit
+def _mlp_in_kernel(
+    x, router, ratio, next_router, gate, up, shared_gate, logits, guess_logits, inner, share, experts, intermediate,
+    router_programs, guess_programs, shared_programs, hidden: tl.constexpr, block_rows: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    dtype = logits.dtype.element_ty
+    column = tl.arange(0, block)
+    mask = column < hidden
+    x32 = tl.load(x + column, mask=mask, other=0.0).to(tl.float32)
+    row = tl.arange(0, block_rows)
+    if program < router_programs:
+        rows = program * block_rows + row
+        out = _dots(router, rows, experts, x32, hidden, block_rows, block)
+        tl.store(logits + rows, out.to(dtype), mask=rows < experts)
+    elif program < router_programs + guess_programs:
+        rows = (program - router_programs) * block_rows + row
+        scale = tl.load(ratio + column, mask=mask, other=0.0).to(tl.float32)
+        scaled = (x32 * scale).to(dtype).to(tl.float32)
+        out = _dots(next_router, rows, experts, scaled, hidden, block_rows, block)
+        tl.store(guess_logits + rows, out.to(dtype), mask=rows < experts)
+    elif program < router_programs + guess_programs + shared_programs:
+        rows = (program - router_programs - guess_programs) * block_rows + row
+        g = _dots(gate, rows, intermediate, x32, hidden, block_rows, block)
+        u = _dots(up, rows, intermediate, x32, hidden, block_rows, block)
+        g, u = g.to(dtype).to(tl.float32), u.to(dtype).to(tl.float32)
+        silu = (g / (1.0 + tl.exp(-g))).to(dtype).to(tl.float32)
+        tl.store(inner + rows, (silu * u).to(dtype), mask=rows < intermediate)
+    else:
+        w = tl.load(shared_gate + column, mask=mask, other=0.0).to(tl.float32)
+        logit = tl.sum(w * x32, axis=0).to(dtype).to(tl.float32)
+        tl.store(share, (1.0 / (1.0 + tl.exp(-logit))).to(dtype))
+
+
+@triton.jit
+def _best(scores, count: tl.constexpr, width: tl.constexpr):
+    """Indices and values of the largest scores, best first, the earlier of equals first: [width] each."""
     place = tl.arange(0, width)
     ids = tl.zeros([width], dtype=tl.int32)
     values = tl.zeros([width], dtype=tl.float32)
     index = tl.arange(0, scores.shape[0])
-    for rank in tl.static_range(top_k):
+    for rank in tl.static_range(count):
         best = tl.argmax(scores, axis=0)
         ids = tl.where(place == rank, best, ids)
         values = tl.where(place == rank, tl.max(scores, axis=0), values)
@@ -31,88 +77,44 @@ def _best(scores, top_k: tl.constexpr, width: tl.constexpr):
 
 @triton.jit
 def _route_kernel(
-    logits, guess_logits, expert_scales, route, weights, scales, num_experts, has_guesses: tl.constexpr,
-    top_k: tl.constexpr, block: tl.constexpr, width: tl.constexpr,
+    logits, guess_logits, expert_scales, route, weights, scales, num_experts, top_k: tl.constexpr,
+    num_guesses: tl.constexpr, block: tl.constexpr, width: tl.constexpr, guess_width: tl.constexpr,
 ):  # fmt: skip
-    index, place = tl.arange(0, block), tl.arange(0, width)
-    is_place = place < top_k
-    raw = tl.load(logits + index, mask=index < num_experts, other=float("-inf"))
-    scores = raw.to(tl.float32)
-    exp = tl.exp(scores - tl.max(scores, axis=0))
-    ids, values = _best(exp / tl.sum(exp, axis=0), top_k, width)
-    share = (values / tl.sum(tl.where(is_place, values, 0.0), axis=0)).to(raw.dtype).to(tl.float32)
-    tl.store(route + place, ids.to(tl.int64), mask=is_place)
-    # by ascending id: an expert's row is how many chosen ids are below its own
-    below = (ids[None, :] < ids[:, None]) & is_place[None, :]
-    row = tl.sum(below.to(tl.int32), axis=1)
-    tl.store(weights + row, share, mask=is_place)
-    for part in tl.static_range(3):
-        scale = tl.load(expert_scales + ids * 3 + part, mask=is_place, other=0.0)
-        tl.store(scales + row * 3 + part, scale, mask=is_place)
-    if has_guesses:
-        scores = tl.load(guess_logits + index, mask=index < num_experts, other=float("-inf")).to(
-            tl.float32
-        )
-        ids, values = _best(scores, top_k, width)
-    tl.store(route + top_k + place, ids.to(tl.int64), mask=is_place)
-
-
-@triton.jit
-def _dots(
-    weight,
-    rows,
-    num_rows,
-    x,
-    columns: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_columns: tl.constexpr,
-):
-    total = tl.zeros([block_rows], dtype=tl.float32)
-    for start in range(0, columns, block_columns):
-        column = start + tl.arange(0, block_columns)
-        mask = (rows < num_rows)[:, None] & (column < columns)[None, :]
-        w = tl.load(weight + rows[:, None] * columns + column[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
-        total += tl.sum(
-            w * tl.load(x + column, mask=column < columns, other=0.0).to(tl.float32)[None, :],
-            axis=1,
-        )
-    return total
-
-
-@triton.jit
-def _shared_up_kernel(
-    x, gate, up, inner, hidden: tl.constexpr, intermediate, block_rows: tl.constexpr, block_columns: tl.constexpr
-):  # fmt: skip
-    rows = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
-    dtype = inner.dtype.element_ty
-    g = (
-        _dots(gate, rows, intermediate, x, hidden, block_rows, block_columns)
-        .to(dtype)
-        .to(tl.float32)
-    )
-    u = _dots(up, rows, intermediate, x, hidden, block_rows, block_columns).to(dtype).to(tl.float32)
-    silu = (g / (1.0 + tl.exp(-g))).to(dtype).to(tl.float32)
-    tl.store(inner + rows, (silu * u).to(dtype), mask=rows < intermediate)
+    index = tl.arange(0, block)
+    if tl.program_id(0) == 0:
+        place = tl.arange(0, width)
+        is_place = place < top_k
+        raw = tl.load(logits + index, mask=index < num_experts, other=float("-inf"))
+        scores = raw.to(tl.float32)
+        exp = tl.exp(scores - tl.max(scores, axis=0))
+        ids, values = _best(exp / tl.sum(exp, axis=0), top_k, width)
+        share = values / tl.sum(tl.where(is_place, values, 0.0), axis=0)
+        tl.store(route + place, ids.to(tl.int64), mask=is_place)
+        # by ascending id: an expert's row is how many chosen ids are below its own
+        below = (ids[None, :] < ids[:, None]) & is_place[None, :]
+        row = tl.sum(below.to(tl.int32), axis=1)
+        tl.store(weights + row, share.to(raw.dtype).to(tl.float32), mask=is_place)
+        for part in tl.static_range(3):
+            scale = tl.load(expert_scales + ids * 3 + part, mask=is_place, other=0.0)
+            tl.store(scales + row * 3 + part, scale, mask=is_place)
+    elif num_guesses > 0:
+        place = tl.arange(0, guess_width)
+        raw = tl.load(guess_logits + index, mask=index < num_experts, other=float("-inf"))
+        ids, _ = _best(raw.to(tl.float32), num_guesses, guess_width)
+        tl.store(route + top_k + place, ids.to(tl.int64), mask=place < num_guesses)
 
 
 @triton.jit
 def _shared_down_kernel(
-    x, inner, down, shared_gate, out, hidden: tl.constexpr, intermediate: tl.constexpr, block_rows: tl.constexpr,
-    block_columns: tl.constexpr,
+    inner, share, down, out, hidden, intermediate: tl.constexpr, block_rows: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
     dtype = out.dtype.element_ty
-    one = tl.zeros([1], dtype=tl.int32)
-    logit = _dots(shared_gate, one, 1, x, hidden, 1, block_columns).to(dtype).to(tl.float32)
-    weight = (1.0 / (1.0 + tl.exp(-logit))).to(dtype).to(tl.float32)
     rows = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
-    value = (
-        _dots(down, rows, hidden, inner, intermediate, block_rows, block_columns)
-        .to(dtype)
-        .to(tl.float32)
-    )
-    tl.store(out + rows, (weight * value).to(dtype), mask=rows < hidden)
+    column = tl.arange(0, block)
+    x32 = tl.load(inner + column, mask=column < intermediate, other=0.0).to(tl.float32)
+    value = _dots(down, rows, hidden, x32, intermediate, block_rows, block)
+    weight = tl.load(share).to(tl.float32)
+    tl.store(out + rows, (weight * value.to(dtype).to(tl.float32)).to(dtype), mask=rows < hidden)
 
 
 @triton.jit
@@ -128,44 +130,65 @@ def _combine_kernel(weights, rows, shared, out, hidden, top_k: tl.constexpr, blo
     tl.store(out + column, total.to(out.dtype.element_ty), mask=mask)
 
 
-def route_token(
-    logits: Tensor, guess_logits: Tensor | None, expert_scales: Tensor, route: Tensor, weights: Tensor, scales: Tensor
+def mlp_in_token(
+    x: Tensor, router: Tensor, ratio: Tensor | None, next_router: Tensor | None, gate: Tensor, up: Tensor,
+    shared_gate: Tensor, logits: Tensor, guess_logits: Tensor, inner: Tensor, share: Tensor,
 ) -> None:  # fmt: skip
-    """Choose the experts of a token and what the weighted sum needs.
+    """Everything that is computed from an expert block's input x [1, H], in one launch.
 
-    logits, guess_logits: [1, E].  expert_scales: [E, 3] fp32.  Filled: route [2k] int64 (pinned memory will do), the
-    chosen experts best first, then the guesses for the next layer (the chosen again without guess_logits);
-    weights [1, k] fp32, which sum to one, and scales [k, 3], both by ascending expert id.
+    router, next_router: [E, H].  ratio: [H].  gate, up: [I, H].  shared_gate: [1, H].  Filled, in x's dtype: logits
+    [1, E]; guess_logits [1, E], of the next layer from x * ratio (left alone without next_router); inner [1, I] and
+    share [1, 1] of the shared expert.
     """
-    experts, top_k = logits.shape[1], weights.shape[1]
-    _route_kernel[(1,)](
-        logits, guess_logits, expert_scales, route, weights, scales, experts, has_guesses=guess_logits is not None,
-        top_k=top_k, block=triton.next_power_of_2(experts), width=triton.next_power_of_2(top_k), num_warps=4,
+    experts, hidden = router.shape
+    intermediate = gate.shape[0]
+    router_programs = triton.cdiv(experts, IN_ROWS)
+    guess_programs = 0 if next_router is None else router_programs
+    shared_programs = triton.cdiv(intermediate, IN_ROWS)
+    grid = (router_programs + guess_programs + shared_programs + 1,)
+    _mlp_in_kernel[grid](
+        x, router, x if ratio is None else ratio, router if next_router is None else next_router, gate, up,
+        shared_gate, logits, guess_logits, inner, share, experts, intermediate, router_programs, guess_programs,
+        shared_programs, hidden=hidden, block_rows=IN_ROWS, block=triton.next_power_of_2(hidden), num_warps=IN_WARPS,
     )  # fmt: skip
 
 
-def shared_token(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, shared_gate: Tensor, out: Tensor
-) -> None:
-    """Fill out [1, H] with the gated shared expert of x [1, H].
+def route_token(
+    logits: Tensor, guess_logits: Tensor, expert_scales: Tensor, route: Tensor, weights: Tensor, scales: Tensor,
+    num_guesses: int,
+) -> None:  # fmt: skip
+    """Choose the experts of a token and what the weighted sum needs.
 
-    gate, up: [I, H].  down: [H, I].  shared_gate: [1, H].
+    logits, guess_logits: [1, E].  expert_scales: [E, 3] fp32.  Filled: route [k + num_guesses] int64 (pinned memory
+    will do), the chosen experts best first, then the guesses for the next layer; weights [1, k] fp32, which sum to
+    one, and scales [k, 3], both by ascending expert id.
     """
-    intermediate, hidden = gate.shape
-    inner = torch.empty(1, intermediate, dtype=x.dtype, device=x.device)
-    blocks = {"block_rows": SHARED_ROWS, "block_columns": SHARED_COLUMNS}
-    grid = (triton.cdiv(intermediate, SHARED_ROWS),)
-    _shared_up_kernel[grid](x, gate, up, inner, hidden=hidden, intermediate=intermediate, **blocks)
-    grid = (triton.cdiv(hidden, SHARED_ROWS),)
+    experts, top_k = logits.shape[1], weights.shape[1]
+    _route_kernel[(2 if num_guesses else 1,)](
+        logits, guess_logits, expert_scales, route, weights, scales, experts, top_k=top_k, num_guesses=num_guesses,
+        block=triton.next_power_of_2(experts), width=triton.next_power_of_2(top_k),
+        guess_width=triton.next_power_of_2(max(1, num_guesses)), num_warps=4,
+    )  # fmt: skip
+
+
+def shared_down_token(inner: Tensor, share: Tensor, down: Tensor, out: Tensor) -> None:
+    """Fill out [1, H] with the rest of the gated shared expert: share * (down inner).
+
+    inner: [1, I] and share: [1, 1], from `mlp_in_token`.  down: [H, I].
+    """
+    hidden, intermediate = down.shape
+    grid = (triton.cdiv(hidden, DOWN_ROWS),)
     _shared_down_kernel[grid](
-        x, inner, down, shared_gate, out, hidden=hidden, intermediate=intermediate, **blocks
-    )
+        inner, share, down, out, hidden, intermediate=intermediate, block_rows=DOWN_ROWS,
+        block=triton.next_power_of_2(intermediate),
+    )  # fmt: skip
 
 
-def combine_token(weights: Tensor, rows: Tensor, shared: Tensor) -> Tensor:
-    """weights: [1, k] fp32.  rows: [k, H] fp32.  shared: [1, H].  Returns the expert block's output [1, H]."""
+def combine_token(weights: Tensor, rows: Tensor, shared: Tensor, out: Tensor) -> None:
+    """Fill out [1, H]: the expert block's output, routed experts and shared one.
+
+    weights: [1, k] fp32.  rows: [k, H] fp32.  shared: [1, H].
+    """
     top_k, hidden = rows.shape
-    out = torch.empty_like(shared)
     grid = (triton.cdiv(hidden, COMBINE_BLOCK),)
     _combine_kernel[grid](weights, rows, shared, out, hidden, top_k=top_k, block=COMBINE_BLOCK)
-    return out

@@ -37,6 +37,13 @@ def linear(x: Tensor, weight: Tensor, row_scale: Tensor | None = None) -> Tensor
     return (F.linear(x.float(), weight.float()) * row_scale).to(x.dtype)
 
 
+def linear_pair(
+    x: Tensor, weight: Tensor, row_scale: Tensor | None, other: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return `linear(x, weight, row_scale)` and x other^T."""
+    return linear(x, weight, row_scale), F.linear(x, other)
+
+
 def rope_tables(positions: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the half-split rotation for text positions: [T, rotary_dim / 2] fp32 each."""
     exponent = (
@@ -199,27 +206,25 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
-def add_norm(
-    residual: Tensor, amount: Tensor | None, y: Tensor | None, gain: Tensor, eps: float
-) -> Tensor:
-    """Add a block's output to every stream, in place, and return the normed streams.
+def read_token(
+    residual: Tensor, amount: Tensor | None, y: Tensor | None, gain: Tensor, down_inject: Tensor, up: Tensor,
+    moved: Tensor, x: Tensor, share: Tensor, eps: float,
+) -> None:  # fmt: skip
+    """Add the block before to every stream, and read a block's input from them.
 
-    residual: [T, S, H], changed.  amount: [T, S, 1], y: [T, H], or None for nothing to add.  gain: [S, H] fp32.
+    residual: [1, S, H].  amount: [1, S, 1], y: [1, H], or None for nothing to add.  gain: [S, H] fp32.
+    down_inject: [rank + S, D].  up: [D, rank].  Filled: moved [1, S, H], the streams after the addition (not the
+    memory of residual); x [1, H], the block's input; share [1, S, 1], how much of its output each stream takes
+    (not the memory of amount).
     """
-    if amount is not None and y is not None:
-        residual += amount * y.unsqueeze(1)
-    return rms_norm(residual, gain, eps)
-
-
-def mix_streams(normed: Tensor, down_inject: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a block's input [T, H] and how much of its output each stream takes [T, S, 1].
-
-    normed: [T, S, H].  down_inject: [rank + S, S * H].  up: [S * H, rank].
-    """
-    streams = normed.shape[1]
+    streams = residual.shape[1]
+    added = residual if amount is None or y is None else residual + amount * y.unsqueeze(1)
+    moved.copy_(added)
+    normed = rms_norm(moved, gain, eps)
     both = F.linear(normed.flatten(1), down_inject) / streams
     gate = torch.sigmoid(F.linear(F.silu(both[:, :-streams]), up)).view_as(normed)
-    return (gate * normed).mean(1), 2 * torch.sigmoid(both[:, -streams:]).unsqueeze(-1)
+    x.copy_((gate * normed).mean(1))
+    share.copy_(2 * torch.sigmoid(both[:, -streams:]).unsqueeze(-1))
 
 
 def conv_silu_token(x: Tensor, history: Tensor, taps: Tensor) -> Tensor:
@@ -252,35 +257,55 @@ def delta_token(
     return (out.float() * torch.sigmoid(z.float()).view_as(out)).to(z.dtype).view_as(z)
 
 
+def mlp_in_token(
+    x: Tensor, router: Tensor, ratio: Tensor | None, next_router: Tensor | None, gate: Tensor, up: Tensor,
+    shared_gate: Tensor, logits: Tensor, guess_logits: Tensor, inner: Tensor, share: Tensor,
+) -> None:  # fmt: skip
+    """Everything that is computed from an expert block's input x [1, H].
+
+    router, next_router: [E, H].  ratio: [H].  gate, up: [I, H].  shared_gate: [1, H].  Filled, in x's dtype: logits
+    [1, E]; guess_logits [1, E], of the next layer from x * ratio (left alone without next_router); inner [1, I] and
+    share [1, 1] of the shared expert.
+    """
+    logits.copy_(F.linear(x, router))
+    if ratio is not None and next_router is not None:
+        guess_logits.copy_(F.linear(x * ratio, next_router))
+    inner.copy_(F.silu(F.linear(x, gate)) * F.linear(x, up))
+    share.copy_(torch.sigmoid(F.linear(x, shared_gate)))
+
+
 def route_token(
-    logits: Tensor, guess_logits: Tensor | None, expert_scales: Tensor, route: Tensor, weights: Tensor, scales: Tensor
+    logits: Tensor, guess_logits: Tensor, expert_scales: Tensor, route: Tensor, weights: Tensor, scales: Tensor,
+    num_guesses: int,
 ) -> None:  # fmt: skip
     """Choose the experts of a token and what the weighted sum needs.
 
-    logits, guess_logits: [1, E].  expert_scales: [E, 3] fp32.  Filled: route [2k] int64, the chosen experts best first,
-    then the guesses for the next layer (the chosen again without guess_logits); weights [1, k] fp32, which sum to
-    one, and scales [k, 3], both by ascending expert id.
+    logits, guess_logits: [1, E].  expert_scales: [E, 3] fp32.  Filled: route [k + num_guesses] int64, the chosen
+    experts best first, then the guesses for the next layer; weights [1, k] fp32, which sum to one, and scales [k, 3],
+    both by ascending expert id.
     """
     top_k = weights.shape[1]
     top = logits[0].float().softmax(-1).topk(top_k)
     order = top.indices.argsort()
     share = (top.values / top.values.sum()).to(logits.dtype).float()
-    guessed = top.indices if guess_logits is None else guess_logits[0].topk(top_k).indices
-    route.copy_(torch.cat([top.indices, guessed]))
+    route[:top_k] = top.indices
+    if num_guesses:
+        route[top_k:] = guess_logits[0].topk(num_guesses).indices
     weights.copy_(share[order].unsqueeze(0))
     scales.copy_(expert_scales[top.indices[order]])
 
 
-def shared_token(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, shared_gate: Tensor, out: Tensor
-) -> None:
-    """Fill out [1, H] with the gated shared expert of x [1, H].
+def shared_down_token(inner: Tensor, share: Tensor, down: Tensor, out: Tensor) -> None:
+    """Fill out [1, H] with the rest of the gated shared expert: share * (down inner).
 
-    gate, up: [I, H].  down: [H, I].  shared_gate: [1, H].
+    inner: [1, I] and share: [1, 1], from `mlp_in_token`.  down: [H, I].
     """
-    out.copy_(torch.sigmoid(F.linear(x, shared_gate)) * swiglu(x, gate, up, down))
+    out.copy_(share * F.linear(inner, down))
 
 
-def combine_token(weights: Tensor, rows: Tensor, shared: Tensor) -> Tensor:
-    """weights: [1, k] fp32.  rows: [k, H] fp32.  shared: [1, H].  Returns the expert block's output [1, H]."""
-    return (weights @ rows + shared).to(shared.dtype)
+def combine_token(weights: Tensor, rows: Tensor, shared: Tensor, out: Tensor) -> None:
+    """Fill out [1, H]: the expert block's output, routed experts and shared one.
+
+    weights: [1, k] fp32.  rows: [k, H] fp32.  shared: [1, H].
+    """
+    out.copy_((weights @ rows + shared).to(shared.dtype))

@@ -1,4 +1,4 @@
-"""One memory plan, made before anything is loaded. Pure arithmetic: sizes in, sizes and warnings out."""
+"""The memory plans of RAM and VRAM, made before anything is loaded. Pure arithmetic: sizes in, sizes and warnings out."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from runtime.units import GIB, format_nbytes
 class ModelSizes:
     """What a model needs, in bytes and counts."""
 
-    residents_nbytes: int
+    residents_nbytes: int  # without the embedding table
     state_nbytes: int  # one conversation at the full window
     record_nbytes: int
     num_layers: int
     num_experts: int
     top_k: int
+    embedding_nbytes: int = 0  # always in RAM
+    scratch_nbytes: int = 0  # what computing holds beside these, at most, and for every token of a prompt piece:
+    scratch_token_nbytes: int = 0
 
     @property
     def token_experts(self) -> int:
@@ -53,11 +56,104 @@ class MemoryPlan:
     def format(self) -> str:
         """Return the plan on one line."""
         return (
-            f"RAM plan: residents {format_nbytes(self.residents_nbytes)}, state {format_nbytes(self.state_nbytes)}, "
+            f"RAM: {format_nbytes(self.total_nbytes)} of {format_nbytes(self.limit_nbytes)} = "
+            f"residents {format_nbytes(self.residents_nbytes)}, state {format_nbytes(self.state_nbytes)}, "
             f"expert cache {format_nbytes(self.cache_nbytes)} ({self.cache_rows} experts), prompt staging "
-            f"{format_nbytes(self.sweep_rows * self.record_nbytes)}; {format_nbytes(self.total_nbytes)} of "
-            f"{format_nbytes(self.limit_nbytes)}"
+            f"{format_nbytes(self.sweep_rows * self.record_nbytes)}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class VramPlan:
+    """Who gets which GPU memory."""
+
+    limit_nbytes: int  # for tensors: the card, or the part of it that may be used, less the reserve
+    residents_nbytes: int
+    state_nbytes: int
+    scratch_nbytes: int
+    prompt_tokens: int  # the largest prompt piece that the scratch holds
+    record_nbytes: int
+    passing_slots: int
+    kept_slots: int
+
+    @property
+    def slots(self) -> int:
+        return self.passing_slots + self.kept_slots
+
+    @property
+    def total_nbytes(self) -> int:
+        fixed = self.residents_nbytes + self.state_nbytes + self.scratch_nbytes
+        return fixed + self.slots * self.record_nbytes
+
+    def format(self) -> str:
+        """Return the plan on one line."""
+        return (
+            f"VRAM: {format_nbytes(self.total_nbytes)} of {format_nbytes(self.limit_nbytes)} = "
+            f"residents {format_nbytes(self.residents_nbytes)}, state {format_nbytes(self.state_nbytes)}, "
+            f"scratch {format_nbytes(self.scratch_nbytes)} (prompt pieces of {self.prompt_tokens} tokens), "
+            f"slots {format_nbytes(self.slots * self.record_nbytes)} ({self.kept_slots} kept experts, "
+            f"{self.passing_slots} passing through)"
+        )
+
+
+MIN_PROMPT_TOKENS = 128  # a card that cannot hold the scratch of such a piece is too small
+
+
+def plan_vram(
+    sizes: ModelSizes, limit_nbytes: int, prompt_tokens: int, passing_slots: int, kept_gib: float | None
+) -> VramPlan:
+    """Share the GPU's memory out: residents, state and passing slots, then prompt pieces as asked for or as long as
+    fits, and the rest to the slots that keep experts (or `kept_gib` of it). Refuses with numbers.
+    """
+    must = sizes.residents_nbytes + sizes.state_nbytes + passing_slots * sizes.record_nbytes
+    least = min(MIN_PROMPT_TOKENS, prompt_tokens)
+    need = must + sizes.scratch_nbytes + least * sizes.scratch_token_nbytes
+    if need > limit_nbytes:
+        raise UserError(
+            f"this model needs {format_nbytes(need)} of GPU memory at least (residents "
+            f"{format_nbytes(sizes.residents_nbytes)}, state {format_nbytes(sizes.state_nbytes)}, the rest scratch and "
+            f"copies), the plan may use {format_nbytes(max(0, limit_nbytes))}",
+            "raise hw.vram_gib, lower hw.vram_reserve_gib, model.context_tokens or prefetch.copy, or set "
+            "model.deltanet=fp8_rows",
+        )
+    room = limit_nbytes - must - sizes.scratch_nbytes
+    fitting = room // sizes.scratch_token_nbytes if sizes.scratch_token_nbytes else prompt_tokens
+    prompt_tokens = min(prompt_tokens, fitting)
+    scratch = sizes.scratch_nbytes + prompt_tokens * sizes.scratch_token_nbytes
+    kept = (limit_nbytes - must - scratch) // sizes.record_nbytes
+    if kept_gib is not None:
+        wanted = int(kept_gib * GIB) // sizes.record_nbytes
+        if wanted > kept:
+            raise UserError(
+                f"cache.vram_gib={kept_gib:g} asks for {format_nbytes(wanted * sizes.record_nbytes)} of expert slots, "
+                f"{format_nbytes(kept * sizes.record_nbytes)} of GPU memory are left for them",
+                f"set cache.vram_gib={int(kept * sizes.record_nbytes / GIB * 100) / 100:g} or less, or leave it out",
+            )
+        kept = wanted
+    return VramPlan(
+        limit_nbytes,
+        sizes.residents_nbytes,
+        sizes.state_nbytes,
+        scratch,
+        prompt_tokens,
+        sizes.record_nbytes,
+        passing_slots,
+        min(kept, sizes.num_layers * sizes.num_experts),
+    )
+
+
+def vram_limit(
+    wanted_gib: float | None, total_nbytes: int, free_nbytes: int, reserve_gib: float
+) -> int:
+    """Return the GPU memory that tensors may use in all: hw.vram_gib, or what is free, less the reserve."""
+    if wanted_gib is None:
+        return max(0, free_nbytes - int(reserve_gib * GIB))
+    if wanted_gib * GIB > total_nbytes:
+        raise UserError(
+            f"hw.vram_gib is {wanted_gib:g} GiB, but this GPU has {total_nbytes / GIB:.2f} GiB",
+            f"set hw.vram_gib={math.floor(total_nbytes / GIB * 100) / 100:g} or less, or leave it out",
+        )
+    return max(0, int((wanted_gib - reserve_gib) * GIB))
 
 
 def ram_limit(
@@ -78,14 +174,21 @@ def ram_limit(
 
 
 def plan_memory(
-    sizes: ModelSizes, limit_nbytes: int, cache_gib: float | None, sweep_experts: int
+    sizes: ModelSizes,
+    limit_nbytes: int,
+    cache_gib: float | None,
+    sweep_experts: int,
+    has_gpu: bool = False,
 ) -> MemoryPlan:
     """Give the expert cache what was asked for, or all that is left; refuse with numbers when it cannot fit.
 
-    The cache has at least one layer's route (top-k) and at most every expert.
+    The cache has at least one layer's route (top-k) and at most every expert. With a GPU the residents (all but the
+    embedding table) and the state are not in RAM.
     """
     all_experts = sizes.num_layers * sizes.num_experts
-    fixed = sizes.residents_nbytes + sizes.state_nbytes
+    residents = sizes.embedding_nbytes + (0 if has_gpu else sizes.residents_nbytes)
+    state = 0 if has_gpu else sizes.state_nbytes
+    fixed = residents + state
     need = fixed + (sizes.top_k + 1) * sizes.record_nbytes
     if need > limit_nbytes:
         raise UserError(
@@ -110,8 +213,8 @@ def plan_memory(
         )  # little room: the prompt's staging gives way first
     plan = MemoryPlan(
         limit_nbytes,
-        sizes.residents_nbytes,
-        sizes.state_nbytes,
+        residents,
+        state,
         sizes.record_nbytes,
         rows,
         sweep_rows,

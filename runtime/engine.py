@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from conf.schema import RunConfig
-from runtime import hardware
-from runtime.budget import MemoryPlan, plan_memory, ram_limit
+from runtime import cores, hardware
+from runtime.budget import MemoryPlan, ModelSizes, VramPlan, plan_memory, plan_vram, ram_limit, vram_limit
 from runtime.errors import ContextLengthError, UserError
+from runtime.experts.copies import CudaCopier
 from runtime.experts.layout import PackedLayout
 from runtime.experts.reader import DirectReader
+from runtime.experts.slots import SlotExperts, passing_slots
 from runtime.experts.streamer import ExpertSource, ExpertStreamer, ResidentExperts
 from runtime.rows import RowReader
 from runtime.sampling import SamplingParams
@@ -68,6 +70,18 @@ class Counters:
     device_wait_ns: int  # the host, for the GPU
 
 
+def _plan_vram(config: RunConfig, sizes: ModelSizes, device: torch.device) -> VramPlan:
+    """Plan the GPU's memory, and hold torch to it where a part of the card was asked for."""
+    free, total = torch.cuda.mem_get_info(device)
+    limit = vram_limit(config.hw.vram_gib, total, free, config.hw.vram_reserve_gib)
+    copies, tokens = config.prefetch.copy, config.model.prefill_tokens
+    tokens = min(tokens, config.model.context_tokens)
+    plan = plan_vram(sizes, limit, tokens, passing_slots(copies), config.cache.vram_gib)
+    if config.hw.vram_gib is not None:
+        torch.cuda.set_per_process_memory_fraction(limit / total, device)
+    return plan
+
+
 def load_family(name: str) -> Any:
     """Return the module of a model family, `runtime/models/<name>.py`."""
     return importlib.import_module(f"runtime.models.{name}")
@@ -82,58 +96,112 @@ class Engine:
         model: Model,
         codec: TextCodec,
         plan: MemoryPlan,
+        vram_plan: VramPlan | None,
         layout: PackedLayout,
+        cpus: frozenset[int] | None,
     ) -> None:
+        """vram_plan: None on a CPU.  cpus: where the thread ran before it was pinned; None: it was not."""
         self.config = config
         self.model = model
         self.codec = codec
-        self.plan = plan
+        self.plan, self.vram_plan = plan, vram_plan
         self.context_tokens = config.model.context_tokens
         self.prefill_tokens = config.model.prefill_tokens
+        if vram_plan is not None:
+            self.prefill_tokens = vram_plan.prompt_tokens
         self.num_tokens = codec.vocab_size
         self._layout = layout
+        self._cpus = cpus
 
     @classmethod
     def open(cls, config: RunConfig, files: EngineFiles, is_resident: bool = False) -> Self:
         """Plan the memory, load the residents, open the experts.
 
         is_resident: read every expert into memory instead of streaming (what streamed runs are compared with).
+        On a GPU the calling thread is the one that decodes: it is pinned to a core until `close`.
         """
         torch.set_num_threads(hardware.compute_threads(config.hw.compute_threads))
         device = hardware.resolve_device(config.hw.device)
+        core_plan = None
+        if device.type == "cuda" and config.hw.pin_threads:
+            core_plan = cores.assign(cores.read_topology())
+            log.info("%s", cores.describe(core_plan))
+        if core_plan is None:
+            return cls._open(config, files, is_resident, device, None)
+        # threads inherit the mask: those that read and load start here
+        before = cores.pin_current_thread(core_plan.reader_cpus)
+        try:
+            engine = cls._open(config, files, is_resident, device, before)
+        except BaseException:
+            cores.pin_current_thread(before)
+            raise
+        cores.pin_current_thread({core_plan.decode_cpu})
+        return engine
+
+    @classmethod
+    def _open(
+        cls,
+        config: RunConfig,
+        files: EngineFiles,
+        is_resident: bool,
+        device: torch.device,
+        cpus: frozenset[int] | None,
+    ) -> Self:
         dtype = hardware.resolve_dtype(config.hw.dtype, device)
         family = load_family(config.model.family)
         spec = family.read_spec(files.snapshot)
         family.check_context(spec, config.model.context_tokens)
         layout = PackedLayout.open(files.pack)
-        sizes = family.model_sizes(
-            spec, files.residents, layout, config.model.context_tokens, dtype
-        )
+        sizes = family.model_sizes(spec, files.residents, layout, config, dtype)
         limit = ram_limit(
             config.hw.ram_gib,
             hardware.total_ram_nbytes(),
             hardware.available_ram_nbytes(),
             config.hw.reserve_gib,
         )
-        plan = plan_memory(sizes, limit, config.cache.ram_gib, config.cache.sweep_experts)
+        has_gpu = device.type == "cuda"
+        plan = plan_memory(sizes, limit, config.cache.ram_gib, config.cache.sweep_experts, has_gpu)
         for warning in plan.warnings:
             log.warning("%s", warning)
+        vram_plan = _plan_vram(config, sizes, device) if has_gpu else None
         reader = DirectReader(layout.files, config.hw.drive)
         experts: ExpertSource
         if is_resident:
             experts = ResidentExperts(layout, reader)
         else:
+            ahead_rows = min(2 * config.prefetch.copy, plan.cache_rows - spec.top_k)
             experts = ExpertStreamer(
-                layout, reader, plan.cache_rows, plan.sweep_rows, config.prefetch.experts
+                layout,
+                reader,
+                plan.cache_rows,
+                plan.sweep_rows,
+                config.prefetch.experts,
+                ahead_rows,
             )
         try:
-            if device.type == "cuda":
+            if vram_plan is not None:
                 experts.pin()
+                copier = CudaCopier(vram_plan.slots, experts.record_nbytes, device)
+                copies = config.prefetch.copy
+                experts = SlotExperts(experts, copier, spec.num_layers, spec.top_k, copies)
             model = family.open_model(spec, files, experts, config, device, dtype)
         except BaseException:
             experts.close()
             raise
-        return cls(config, model, TextCodec(files.snapshot), plan, layout)
+        return cls(config, model, TextCodec(files.snapshot), plan, vram_plan, layout, cpus)
+
+    def format_plan(self) -> str:
+        """Return who gets which memory, a line for RAM and one for VRAM."""
+        lines = [self.plan.format()]
+        if self.vram_plan is not None:
+            lines.append(self.vram_plan.format())
+        return "\n".join(lines)
+
+    def forget_experts(self) -> None:
+        """Drop every expert that is kept in RAM or VRAM: the next token finds nothing."""
+        if self.vram_plan is not None:
+            torch.cuda.synchronize()
+        self.model.experts.forget()
 
     def new_state(self) -> Any:
         """Return the state of an empty conversation."""
@@ -194,7 +262,9 @@ class Engine:
     def measure_rates(self) -> Rates:
         """Measure drive and memory now, on this model's own expert file: about half a second."""
         drive = hardware.measure_drive_gib_s(self._layout, self.config.hw.drive)
-        return Rates(drive, hardware.measure_memory_gib_s())
+        if self.vram_plan is None:
+            return Rates(drive, hardware.measure_memory_gib_s())
+        return Rates(drive, hardware.measure_vram_gib_s(), hardware.measure_pcie_gib_s())
 
     @property
     def dense_nbytes(self) -> int:
@@ -205,3 +275,7 @@ class Engine:
         """End the reader threads and close the files."""
         self.model.experts.close()
         self.model.rows.close()
+        if self.vram_plan is not None:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        if self._cpus is not None:
+            cores.pin_current_thread(self._cpus)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import resource
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -130,6 +132,73 @@ def measure_memory_gib_s(nbytes: int = 2**26, repeats: int = 5) -> float:
         data.sum()
         best = max(best, nbytes / (time.perf_counter() - started))
     return best / GIB
+
+
+def measure_pcie_gib_s(nbytes: int = 2**28, repeats: int = 5) -> float:
+    """Return the rate of copies from pinned RAM to the GPU: the best of a few; 0 without one, or without room.
+
+    Both buffers, of `nbytes` at most, are given back.
+    """
+    target = _cuda_buffer(nbytes)
+    rate = 0.0 if target is None else _copy_rate(target, repeats)
+    del target
+    torch.cuda.empty_cache()
+    return rate
+
+
+def _copy_rate(target: torch.Tensor, repeats: int) -> float:
+    try:
+        # not torch's pinned memory, which torch would keep
+        source = HostArena(1, target.nbytes)
+        source.pin()
+    except UserError:  # no more memory may be locked
+        return 0.0
+    host = source.rows[0, : target.nbytes]
+    try:
+        seconds = _best_cuda_s(lambda: target.copy_(host, non_blocking=True), repeats)
+    finally:
+        source.close()
+    return target.nbytes / seconds / GIB
+
+
+def measure_vram_gib_s(nbytes: int = 2**28, repeats: int = 5) -> float:
+    """Return the rate at which the GPU reads its memory: the best of a few sums; 0 without one, or without room.
+
+    The buffer, of `nbytes` at most, is given back; it must be well above the GPU's cache.
+    """
+    data = _cuda_buffer(nbytes)
+    if data is None:
+        return 0.0
+    rate = data.nbytes / _best_cuda_s(data.zero_().view(torch.float32).sum, repeats) / GIB
+    del data
+    torch.cuda.empty_cache()
+    return rate
+
+
+def _cuda_buffer(nbytes: int, smallest_nbytes: int = 2**26) -> torch.Tensor | None:
+    """Return uint8 memory on the GPU, half as large as often as there is no room; None without a GPU or room."""
+    if not torch.cuda.is_available():
+        return None
+    smallest_nbytes = min(nbytes, smallest_nbytes)
+    while nbytes >= smallest_nbytes:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        except torch.cuda.OutOfMemoryError:
+            nbytes //= 2
+    return None
+
+
+def _best_cuda_s(work: Callable[[], object], repeats: int) -> float:
+    """Return the least of `repeats` durations in seconds on the GPU, after one run that does not count."""
+    best_ms = math.inf
+    for _ in range(repeats + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        best_ms = min(best_ms, start.elapsed_time(end))
+    return best_ms / 1e3
 
 
 def measure_drive_gib_s(

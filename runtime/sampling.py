@@ -35,10 +35,11 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> int:
         """logits: [1, vocab] fp32.  Returns a token id."""
-        row = logits[0, : self.num_tokens].cpu()
+        row = logits[0, : self.num_tokens]
         if self.params.temperature == 0:
             return int(row.argmax())
-        return int(torch.multinomial(self.probabilities(row), 1, generator=self._generator))
+        probabilities = self.probabilities(row.cpu())
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
     def probabilities(self, row: Tensor) -> Tensor:
         """Return what tokens are drawn with: [num_tokens] fp32, sums to one."""

@@ -28,7 +28,7 @@ def run(ctx: StageContext) -> None:
     messages.append({"role": "user", "content": cfg.prompt})
     engine = open_engine(cfg, ctx.inputs, ctx.runner)
     try:
-        log.info("%s", engine.plan.format())
+        log.info("%s", engine.format_plan())
         summary, tokens = answer(engine, messages, cfg.max_tokens)
     finally:
         engine.close()

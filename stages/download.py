@@ -1,4 +1,4 @@
-"""Bring a model's files to this machine and check them: today the bundled models and local snapshots, in place.
+"""Bring a model's files to this machine and check them: bundled models, local snapshots and synthetic ones, in place.
 
 A snapshot folder is used where it is and never changed; its files are hashed once and watched from then on.
 """
@@ -22,9 +22,12 @@ NEEDED = ("config.json", "tokenizer.json")
 
 def params(cfg: RunConfig) -> dict[str, Any]:
     """Return what decides which bytes these are."""
+    is_made = (
+        cfg.model.source is Source.synthetic
+    )  # then the key of the synthetic stage says it all
     return {
         "source": cfg.model.source.value,
-        "path": cfg.model.path,
+        "path": None if is_made else cfg.model.path,
         "revision": cfg.model.revision,
         "files": cfg.model.files,
     }
@@ -37,7 +40,8 @@ def snapshot_of(output: Output) -> Path:
 
 def run(ctx: StageContext) -> None:
     """Check headers and index, then hash every file."""
-    root = _snapshot_root(ctx.cfg)
+    made = ctx.inputs.get("synthetic")
+    root = _snapshot_root(ctx.cfg) if made is None else made.root.resolve()
     for name in NEEDED:
         if not (root / name).is_file():
             raise UserError(
@@ -50,9 +54,8 @@ def run(ctx: StageContext) -> None:
             f"{root / 'config.json'} is not JSON: {error}", "fetch the snapshot again"
         ) from error
     checkpoint = Checkpoint.open(root)
-    wanted = [
-        path for path in sorted(root.iterdir()) if path.is_file() and _is_wanted(path, ctx.cfg)
-    ]
+    listed = root.iterdir() if made is None else [root / name for name in made.record["files"]]
+    wanted = [path for path in sorted(listed) if path.is_file() and _is_wanted(path, ctx.cfg)]
     wanted = sorted({*wanted, *checkpoint.files()})
     for path in wanted:  # hashed before a stop, written to since: again
         unit = ctx.units.get(path.name)
@@ -80,15 +83,25 @@ def _snapshot_root(cfg: RunConfig) -> Path:
         )
     if model.path is None:
         raise UserError(f"model.source={model.source.value} needs a folder", "set model.path=DIR")
-    root = Path(model.path).expanduser()
-    root = (root if root.is_absolute() else PROJECT / root).resolve()
+    root = absolute(model.path)
     if not root.is_dir():
         raise UserError(f"there is no folder {root}", "set model.path to a snapshot folder")
     return root
+
+
+def absolute(path: str) -> Path:
+    """Return a configured path; relative ones are taken from the project's folder."""
+    expanded = Path(path).expanduser()
+    return (expanded if expanded.is_absolute() else PROJECT / expanded).resolve()
+
+
+def needs(cfg: RunConfig) -> tuple[str, ...]:
+    """Return what makes the snapshot, where a stage does."""
+    return ("synthetic",) if cfg.model.source is Source.synthetic else ()
 
 
 def _is_wanted(path: Path, cfg: RunConfig) -> bool:
     return any(fnmatch(path.name, pattern) for pattern in cfg.model.files)
 
 
-STAGE = Stage(name="download", run=run, params=params)
+STAGE = Stage(name="download", run=run, params=params, needs=needs)

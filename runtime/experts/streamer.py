@@ -1,8 +1,8 @@
-"""The one door to expert weights: `fetch` for a decoded token, `sweep` for a prompt.
+"""The one door to expert weights: `fetch` or `waves` for a decoded token, `sweep` for a prompt.
 
-Brings cache, reader and arena together for one engine thread. Yields (expert id, record) pairs; a record is
-valid until the next one is asked for after it, or for `fetch` until the iterator ends. Where a record came
-from never shows in its bytes.
+Brings cache, reader and arena together for one engine thread. Yields (expert id, record) pairs. A record of a decoded
+token is valid until the next token or layer is asked for, one of a prompt until `hold` more have been asked for. Where
+a record came from never shows in its bytes.
 """
 
 from __future__ import annotations
@@ -23,21 +23,47 @@ from runtime.experts.schedule import ReadJob
 from runtime.stats import ExpertCounters
 
 
+Wave = list[tuple[int, Tensor]]
+
+
 class ExpertSource(Protocol):
     """Where an engine gets its experts from."""
 
     counters: ExpertCounters
 
-    def fetch(
+    def waves(
         self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield each of `ids` (distinct, in router order) with its record, in the order of arrival.
+    ) -> Iterator[Wave]:
+        """Yield `ids` (distinct, in router order) with their records in lists: what is there already, perhaps
+        nothing; then, as it arrives, all that has arrived. Valid until the next call.
 
         `guesses`: likely experts of layer + 1, best first; they may be read ahead in the gap.
         """
 
-    def sweep(self, layer: int, ids: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield each of `ids` once, in the order given; what decoding keeps warm stays warm."""
+    def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
+        """Return those of `ids` whose records are there already, valid until the call after the next of `waves`."""
+
+    def fetch(
+        self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield what `waves` does, one by one."""
+
+    def sweep(
+        self, layer: int, ids: Sequence[int], hold: int = 1
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield each of `ids` once, in the order given; what decoding keeps warm stays warm.
+
+        A record is valid until `hold` more have been asked for (at most `max_hold`).
+        """
+
+    @property
+    def max_hold(self) -> int: ...
+
+    @property
+    def record_nbytes(self) -> int: ...
+
+    def forget(self) -> None:
+        """Drop what is kept: the next token finds nothing."""
 
     def pin(self) -> None:
         """Make the records readable by the GPU where they are. Once, before the first fetch."""
@@ -63,13 +89,18 @@ class ExpertStreamer:
         cache_rows: int,
         sweep_rows: int,
         prefetch_experts: int,
+        ahead_rows: int = 0,
     ) -> None:
-        """cache_rows: at least the model's top-k.  sweep_rows: staging rows, read ahead of a prompt's computing."""
+        """cache_rows: at least the model's top-k.  sweep_rows: staging rows, read ahead of a prompt's computing.
+
+        ahead_rows: how many rows `ahead` may keep from eviction; the route must find room beside them.
+        """
         self._layout = layout
         self._reader = reader
         self._arena = HostArena(cache_rows + sweep_rows, layout.record_nbytes)
         self._staging = range(cache_rows, cache_rows + sweep_rows)
         self._prefetch_experts = prefetch_experts
+        self._ahead_rows = ahead_rows
         self.cache = ExpertCache(cache_rows)
         self.counters = ExpertCounters()
         self._jobs: dict[
@@ -78,20 +109,43 @@ class ExpertStreamer:
         self._guesses: set[ExpertKey] = set()  # admitted as guesses, not yet judged
         self._arrivals: SimpleQueue[ReadJob] = SimpleQueue()
         self._pinned: list[ExpertKey] = []  # by the call in progress
+        self._ahead: list[ExpertKey] = []  # by `ahead` since that call
+        self._ahead_before: list[ExpertKey] = []  # by `ahead` before it
         self._staged: list[ReadJob] = []  # reads into staging rows by the sweep in progress
 
     @property
     def arena_nbytes(self) -> int:
         return self._arena.nbytes
 
+    @property
+    def record_nbytes(self) -> int:
+        return self._arena.row_nbytes
+
+    @property
+    def max_hold(self) -> int:
+        return len(self._staging)
+
     def pin(self) -> None:
         self._arena.pin()
+
+    def forget(self) -> None:
+        self._release_all()
+        self._judge_guesses(())
+        while self._jobs:
+            self._wait_for_any()
+        self.cache = ExpertCache(self.cache.num_rows)
 
     # ---- decode -----------------------------------------------------------------------------------------------
 
     def fetch(
         self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
     ) -> Iterator[tuple[int, Tensor]]:
+        for wave in self.waves(layer, ids, guesses):
+            yield from wave
+
+    def waves(
+        self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
+    ) -> Iterator[Wave]:
         keys = [ExpertKey(layer, expert) for expert in ids]
         self._settle()
         self._judge_guesses(keys)
@@ -99,41 +153,56 @@ class ExpertStreamer:
         waiting: dict[ExpertKey, ReadJob] = {}
         ready: list[ExpertKey] = []
         missing: list[ExpertKey] = []
-        try:
-            # the whole route is pinned before anything is admitted: a miss must not evict a hit of its own layer
-            for key in keys:
-                if self.cache.row_of(key) is None:
-                    missing.append(key)
-                    continue
-                self.cache.pin(key)
-                pinned.append(key)
-                self.cache.touch(key)
-                if key in self._jobs:
-                    self._reader.promote(self._jobs[key])
-                    waiting[key] = self._jobs[key]
-                else:
-                    ready.append(key)
-            for key in missing:
-                waiting[key] = self._read(key, is_required=True)
-                self.cache.pin(key)
-                pinned.append(key)
-            self.counters.hits += len(ready)
-            self.counters.late += len(keys) - len(ready) - len(missing)
-            self.counters.misses += len(missing)
-            self._guess(layer + 1, guesses)
-            for key in ready:
-                yield key.expert, self._record(key)
-            while waiting:
-                key = self._next_arrival(waiting)
-                yield key.expert, self._record(key)
-        finally:
-            self._release(pinned)
+        # the whole route is pinned before anything is admitted: a miss must not evict a hit of its own layer
+        for key in keys:
+            if self.cache.row_of(key) is None:
+                missing.append(key)
+                continue
+            self.cache.pin(key)
+            pinned.append(key)
+            self.cache.touch(key)
+            if key in self._jobs:
+                self._reader.promote(self._jobs[key])
+                waiting[key] = self._jobs[key]
+            else:
+                ready.append(key)
+        for key in missing:
+            waiting[key] = self._read(key, is_required=True)
+            self.cache.pin(key)
+            pinned.append(key)
+        self.counters.hits += len(ready)
+        self.counters.late += len(keys) - len(ready) - len(missing)
+        self.counters.misses += len(missing)
+        self._guess(layer + 1, guesses)
+        yield [(key.expert, self._record(key)) for key in ready]
+        while waiting:
+            yield [(key.expert, self._record(key)) for key in self._next_arrivals(waiting)]
+
+    def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
+        found: Wave = []
+        room = self._ahead_rows - len(self._ahead) - len(self._ahead_before)
+        for expert in ids:
+            if len(found) >= room:
+                break
+            key = ExpertKey(layer, expert)
+            if self.cache.row_of(key) is None or key in self._jobs:
+                continue
+            self.cache.pin(key)
+            self._ahead.append(key)
+            found.append((expert, self._record(key)))
+        return found
 
     def _open_pins(self) -> list[ExpertKey]:
-        """Release what a caller that gave up half-way still holds, and start a new list of pins."""
+        """Release what the call before holds, and start a new list of pins."""
         self._release(self._pinned)
+        self._release(self._ahead_before)
+        self._ahead_before, self._ahead = self._ahead, []
         self._pinned = []
         return self._pinned
+
+    def _release_all(self) -> None:
+        for pinned in (self._pinned, self._ahead_before, self._ahead):
+            self._release(pinned)
 
     def _release(self, pinned: list[ExpertKey]) -> None:
         while pinned:
@@ -160,15 +229,17 @@ class ExpertStreamer:
             on_done=self._arrivals.put,
         )
 
-    def _next_arrival(self, waiting: dict[ExpertKey, ReadJob]) -> ExpertKey:
-        """Take the next of `waiting` that has landed; raise its error if it failed."""
+    def _next_arrivals(self, waiting: dict[ExpertKey, ReadJob]) -> list[ExpertKey]:
+        """Take those of `waiting` that have landed, at least one; raise the error of one that failed."""
         while True:
-            for key, job in waiting.items():
-                if self._jobs.get(key) is not job:  # settled
-                    del waiting[key]
-                    if job.error is not None:
-                        raise job.error
-                    return key
+            self._settle()
+            landed = [key for key, job in waiting.items() if self._jobs.get(key) is not job]
+            for key in landed:
+                error = waiting.pop(key).error
+                if error is not None:
+                    raise error
+            if landed:
+                return landed
             self._settle_one(self._get_arrival())
 
     # ---- guesses ----------------------------------------------------------------------------------------------
@@ -209,7 +280,11 @@ class ExpertStreamer:
 
     # ---- prefill ----------------------------------------------------------------------------------------------
 
-    def sweep(self, layer: int, ids: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def sweep(
+        self, layer: int, ids: Sequence[int], hold: int = 1
+    ) -> Iterator[tuple[int, Tensor]]:
+        if not 1 <= hold <= self.max_hold:
+            raise ValueError(f"hold must be 1 to {self.max_hold}, got {hold}")
         self._settle()
         self._judge_guesses(())
         pinned = self._open_pins()
@@ -218,23 +293,30 @@ class ExpertStreamer:
         self._staged = []
         free = deque(self._staging)
         ahead: deque[_Ahead] = deque()
+        held: deque[_Ahead] = deque()  # yielded, still valid
         upcoming = deque(ExpertKey(layer, expert) for expert in ids)
         try:
             while upcoming or ahead:
-                while upcoming and len(ahead) < len(self._staging):
+                while upcoming and len(ahead) + len(held) < len(self._staging):
                     ahead.append(self._look_ahead(upcoming.popleft(), free, pinned))
-                key, staging, job = ahead.popleft()
-                if job is not None:
-                    self._wait_for(job)
-                    if job.error is not None:
-                        raise job.error
-                if staging is None:
-                    yield key.expert, self._record(key)
-                    pinned.remove(key)
-                    self.cache.unpin(key)
+                current = ahead.popleft()
+                if current.job is not None:
+                    self._wait_for(current.job)
+                    if current.job.error is not None:
+                        raise current.job.error
+                if current.staging is None:
+                    record = self._record(current.key)
                 else:
-                    yield key.expert, self._arena.records[staging]
-                    free.append(staging)
+                    record = self._arena.records[current.staging]
+                yield current.key.expert, record
+                held.append(current)
+                if len(held) >= hold:
+                    old = held.popleft()
+                    if old.staging is None:
+                        pinned.remove(old.key)
+                        self.cache.unpin(old.key)
+                    else:
+                        free.append(old.staging)
         finally:
             self._release(pinned)
 
@@ -325,16 +407,39 @@ class ResidentExperts:
     def arena_nbytes(self) -> int:
         return self._arena.nbytes
 
+    @property
+    def record_nbytes(self) -> int:
+        return self._arena.row_nbytes
+
+    @property
+    def max_hold(self) -> int:
+        return self._num_experts
+
     def fetch(
         self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
     ) -> Iterator[tuple[int, Tensor]]:
+        for wave in self.waves(layer, ids, guesses):
+            yield from wave
+
+    def waves(
+        self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
+    ) -> Iterator[Wave]:
         del guesses  # there is nothing to read ahead
         self.counters.hits += len(ids)
-        return self.sweep(layer, ids)
+        yield self.ahead(layer, ids)
 
-    def sweep(self, layer: int, ids: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        for expert in ids:
-            yield expert, self._arena.records[layer * self._num_experts + expert]
+    def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
+        first = layer * self._num_experts
+        return [(expert, self._arena.records[first + expert]) for expert in ids]
+
+    def sweep(
+        self, layer: int, ids: Sequence[int], hold: int = 1
+    ) -> Iterator[tuple[int, Tensor]]:
+        del hold  # every record is valid for ever
+        yield from self.ahead(layer, ids)
+
+    def forget(self) -> None:
+        """Everything stays: there is nothing to read again from."""
 
     def pin(self) -> None:
         self._arena.pin()

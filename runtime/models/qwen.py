@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,12 +22,13 @@ from torch import Tensor
 
 from conf.schema import RunConfig
 from kernels import reference as ops
-from kernels.fp8_matvec import linear
+from kernels.fp8_matvec import linear, linear_pair
 from runtime.budget import ModelSizes
-from runtime.checkpoint import bytes_to_tensor, read_extent, read_header
+from runtime.checkpoint import bytes_to_tensor, read_extent, read_header, torch_dtype
 from runtime.errors import UserError
 from runtime.experts.layout import Nvfp4Shape, PackedLayout
 from runtime.experts.reader import DirectReader
+from runtime.experts.slots import SlotExperts
 from runtime.experts.streamer import ExpertSource
 from runtime.models.qwen_decode import Decoder
 from runtime.models.qwen_state import AttentionState, QwenState, appended
@@ -42,6 +43,42 @@ from runtime.rows import RowReader
 
 if TYPE_CHECKING:
     from runtime.engine import EngineFiles
+
+
+CHUNK_TOKENS = 512  # of a prompt, through everything but the experts at once
+ATTENTION_NBYTES = 2**26  # of scores that a chunk's attention may hold at once
+
+
+MAX_PAIRS = 4096  # (token, expert) pairs of a prompt that are computed in one launch
+
+
+def _cut_pairs(counts: Sequence[int], limit: int) -> Iterator[list[tuple[int, int]]]:
+    """Cut experts with these numbers of pairs into launches of at most `limit` pairs: [(which expert, how many)]."""
+    launch: list[tuple[int, int]] = []
+    room = limit
+    for number, count in enumerate(counts):
+        left = count
+        while left:
+            taken = min(left, room)
+            launch.append((number, taken))
+            left, room = left - taken, room - taken
+            if not room:
+                yield launch
+                launch, room = [], limit
+    if launch:
+        yield launch
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return one matrix of the rows of `parts`; no copy where they lie one behind the other."""
+    first, end = parts[0], 0
+    for part in parts:
+        if part.data_ptr() != first.data_ptr() + end or part.dtype != first.dtype:
+            raw = torch.cat([part.contiguous().view(torch.uint8) for part in parts])
+            return raw.view(first.dtype).view(-1, *first.shape[1:])
+        end += part.nbytes
+    shape = (sum(len(part) for part in parts), *first.shape[1:])
+    return first.as_strided(shape, first.stride(), first.storage_offset())
 
 
 class Mixer:
@@ -68,7 +105,7 @@ class BlockMixer(Mixer):
     def __init__(self, weights: Mapping[str, Tensor], name: str, spec: QwenSpec) -> None:
         super().__init__(weights, name, spec)
         # one matrix, so that a decode step reads both in one product; the parts are views of it
-        self.down_inject = torch.cat([self.down, weights[f"{name}.block_inject_weight.weight"]])
+        self.down_inject = joined([self.down, weights[f"{name}.block_inject_weight.weight"]])
         self.down, self.inject = self.down_inject.split([spec.lowrank, spec.streams])
 
     def read(self, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,9 +167,10 @@ class Ple:
         score = score.sign() * score.abs().clamp(min=1e-6).sqrt()
         update = (torch.sigmoid(score) * value.unsqueeze(1).float()).to(residual.dtype)  # [T, S, H]
         normed = ops.rms_norm(update, self.gain_conv, eps).flatten(1)
-        convolved, state.ple_conv = ops.causal_conv(
+        convolved, history = ops.causal_conv(
             normed, state.ple_conv, self.taps, dilation=self.spec.ngram_size
         )
+        state.ple_conv = history.clone()
         return update + F.silu(convolved).view_as(update)
 
 
@@ -146,8 +184,12 @@ class DeltaNet:
         def matrix(part: str) -> tuple[Tensor, Tensor | None]:
             return weights[f"{name}.{part}.weight"], weights.get(f"{name}.{part}.weight_scale")
 
-        self.qkv, self.z, self.out = matrix("in_proj_qkv"), matrix("in_proj_z"), matrix("out_proj")
-        self.beta_decay = torch.cat(
+        (qkv, qkv_scale), (z, z_scale) = matrix("in_proj_qkv"), matrix("in_proj_z")
+        scale = None
+        if qkv_scale is not None and z_scale is not None:
+            scale = joined([qkv_scale, z_scale])
+        self.in_proj, self.out = (joined([qkv, z]), scale), matrix("out_proj")
+        self.beta_decay = joined(
             [weights[f"{name}.in_proj_b.weight"], weights[f"{name}.in_proj_a.weight"]]
         )
         self.taps = (
@@ -160,9 +202,10 @@ class DeltaNet:
     def __call__(self, x: Tensor, state: QwenState) -> Tensor:
         """x: [T, H].  Returns [T, H]."""
         spec, tokens = self.spec, x.shape[0]
-        mixed, state.conv[self.layer] = ops.causal_conv(
-            linear(x, *self.qkv), state.conv[self.layer], self.taps
-        )
+        projected, beta_decay = linear_pair(x, *self.in_proj, self.beta_decay)
+        qkv, z = projected.split([spec.conv_width, spec.value_width], dim=1)
+        mixed, history = ops.causal_conv(qkv, state.conv[self.layer], self.taps)
+        state.conv[self.layer] = history.clone()  # a view would keep the whole chunk
         q, k, v = (
             F.silu(mixed).float().split([spec.key_width, spec.key_width, spec.value_width], dim=-1)
         )
@@ -177,7 +220,7 @@ class DeltaNet:
         )
         k = ops.l2_norm(heads(k, spec.key_dim)).repeat_interleave(repeat, dim=0)
         v = heads(v, spec.value_dim)
-        b, a = F.linear(x, self.beta_decay).t().split(spec.value_heads)  # [value_heads, T] each
+        b, a = beta_decay.t().split(spec.value_heads)  # [value_heads, T] each
         beta = torch.sigmoid(b).float()
         log_decay = self.rate.unsqueeze(1) * F.softplus(a.float() + self.dt_bias.unsqueeze(1))
         memory = state.delta[self.layer]
@@ -188,7 +231,7 @@ class DeltaNet:
         else:
             out = ops.gated_delta_chunks(q, k, v, beta, log_decay, memory)
         out = ops.rms_norm(out.transpose(0, 1).to(x.dtype), self.norm, spec.eps)
-        gate = torch.sigmoid(linear(x, *self.z).float()).view_as(out)
+        gate = torch.sigmoid(z.float()).view_as(out)
         return linear((out.float() * gate).to(x.dtype).flatten(1), *self.out)
 
 
@@ -198,9 +241,17 @@ class Attention:
     def __init__(self, weights: Mapping[str, Tensor], layer: int, spec: QwenSpec) -> None:
         name = f"layers.{layer}.self_attn"
         self.spec, self.layer = spec, layer
-        self.query, self.out = weights[f"{name}.q_proj.weight"], weights[f"{name}.o_proj.weight"]
-        self.key, self.value = weights[f"{name}.k_proj.weight"], weights[f"{name}.v_proj.weight"]
-        self.index = weights[f"{name}.indexer.index_qk_proj.weight"]
+        parts = ("q_proj", "k_proj", "v_proj", "indexer.index_qk_proj")
+        self.in_proj = joined([weights[f"{name}.{part}.weight"] for part in parts])
+        self.out = weights[f"{name}.o_proj.weight"]
+        kv_width = spec.kv_heads * spec.head_dim
+        self._sizes = [
+            2 * spec.heads * spec.head_dim,
+            kv_width,
+            kv_width,
+            spec.index_heads * spec.index_dim,
+            spec.index_dim,
+        ]
 
         def gain(part: str) -> Tensor:
             return 1.0 + weights[f"{name}.{part}.weight"].float()
@@ -211,41 +262,51 @@ class Attention:
             gain("indexer.k_layernorm"),
         )
 
-    def __call__(self, x: Tensor, state: QwenState, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [T, H].  cos, sin: [T, rotary_dim / 2] of this call's positions.  Returns [T, H]."""
-        tokens, start = x.shape[0], state.position
-        cache = state.attention[self.layer]
-        q, k, v, gate = self.project(x, cos, sin)
+    def __call__(
+        self, x: Tensor, state: QwenState, start: int, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """x: [T, H], from position `start`.  cos, sin: [T, rotary_dim / 2] of these positions.  Returns [T, H]."""
+        tokens, cache = x.shape[0], state.attention[self.layer]
+        q, k, v, gate, index_q, raw = self.project(x, cos, sin)
         cache.keys = appended(cache.keys, start, k)
         cache.values = appended(cache.values, start, v)
-        index_q = self._update_index(x, cache, start, cos, sin)
+        self._update_index(raw, cache, start)
+        out = torch.empty_like(q)
+        # scores of all queries at once would be the largest thing in memory
+        rows = max(1, ATTENTION_NBYTES // (10 * self.spec.heads * (start + tokens)))
+        for first in range(0, tokens, rows):
+            part = slice(first, min(first + rows, tokens))
+            out[part] = self._attend(q[part], index_q[part], cache, start + first)
+        return F.linear((out * torch.sigmoid(gate)).flatten(1), self.out)
+
+    def _attend(self, q: Tensor, index_q: Tensor, cache: AttentionState, start: int) -> Tensor:
+        """q: [T, heads, head_dim] and index_q of positions from `start`, whose keys are in the cache already."""
+        tokens = q.shape[0]
         end = start + tokens
         keys, values = cache.keys[:end], cache.values[:end]
         visible = self._visible(index_q, cache, start, tokens)
         if visible is not None and tokens == 1:  # few of many: gather instead of masking
             chosen = visible[0].nonzero().squeeze(1)
             keys, values, visible = keys[chosen], values[chosen], None
-        out = ops.attention(q, keys, values, visible)
-        return F.linear((out * torch.sigmoid(gate)).flatten(1), self.out)
+        return ops.attention(q, keys, values, visible)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return queries, keys, values and output gates: [T, heads or kv_heads, head_dim] each."""
+    def project(
+        self, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return queries, keys, values and output gates: [T, heads or kv_heads, head_dim] each; then the indexer's
+        queries [T, index_heads, index_dim] and raw keys [T, index_dim]. All but values, gates and raw keys are normed
+        and rotated.
+        """
         spec, tokens = self.spec, x.shape[0]
-        both = F.linear(x, self.query).view(tokens, spec.heads, 2 * spec.head_dim)
-        q, gate = both.chunk(2, dim=-1)
-        k = F.linear(x, self.key).view(tokens, spec.kv_heads, spec.head_dim)
-        v = F.linear(x, self.value).view(tokens, spec.kv_heads, spec.head_dim)
+        both, k, v, index_q, raw = F.linear(x, self.in_proj).split(self._sizes, dim=-1)
+        q, gate = both.reshape(tokens, spec.heads, 2 * spec.head_dim).chunk(2, dim=-1)
+        k = k.reshape(tokens, spec.kv_heads, spec.head_dim)
+        v = v.reshape(tokens, spec.kv_heads, spec.head_dim)
+        index_q = index_q.reshape(tokens, spec.index_heads, spec.index_dim)
         q = ops.apply_rope(ops.rms_norm(q, self.gain_q, spec.eps), cos, sin)
         k = ops.apply_rope(ops.rms_norm(k, self.gain_k, spec.eps), cos, sin)
-        return q, k, v, gate
-
-    def project_index(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indexer's queries [T, heads, dim], normed and rotated, and its raw keys [T, dim]."""
-        spec = self.spec
-        sizes = [spec.index_heads * spec.index_dim, spec.index_dim]
-        index_q, raw = F.linear(x, self.index).split(sizes, dim=-1)
-        index_q = index_q.view(-1, spec.index_heads, spec.index_dim)
-        return ops.apply_rope(ops.rms_norm(index_q, self.gain_index_q, spec.eps), cos, sin), raw
+        index_q = ops.apply_rope(ops.rms_norm(index_q, self.gain_index_q, spec.eps), cos, sin)
+        return q, k, v, gate, index_q, raw
 
     def pool(self, raw: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """raw: [B, block_tokens, dim] keys of whole blocks.  cos, sin: of their first positions.  Returns [B, dim]."""
@@ -258,22 +319,18 @@ class Attention:
         scaled: Tensor = scores.relu().sum(1) * self.spec.index_dim**-0.5
         return scaled
 
-    def _update_index(
-        self, x: Tensor, cache: AttentionState, start: int, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        """Store the keys of blocks that this call completes; return the indexer's queries [T, heads, dim]."""
+    def _update_index(self, raw: Tensor, cache: AttentionState, start: int) -> None:
+        """Store the keys of blocks that raw keys [T, dim] from position `start` complete."""
         spec, size = self.spec, self.spec.block_tokens
-        index_q, raw = self.project_index(x, cos, sin)
         raw = torch.cat([cache.open_block, raw])
         complete = raw.shape[0] // size
         cache.open_block = raw[complete * size :].clone()
         if complete:
             first = start // size
-            starts = torch.arange(first, first + complete, device=x.device) * size
+            starts = torch.arange(first, first + complete, device=raw.device) * size
             tables = ops.rope_tables(starts, spec.rotary_dim, spec.rope_theta)
             pooled = self.pool(raw[: complete * size].view(complete, size, -1), *tables)
             cache.pooled = appended(cache.pooled, first, pooled)
-        return index_q
 
     def _visible(
         self, index_q: Tensor, cache: AttentionState, start: int, tokens: int
@@ -331,7 +388,7 @@ class Moe:
         """x: [T, H].  Returns [T, H]."""
         ids, weights = self.route(x)
         if x.shape[0] == 1:
-            guesses = self.guess(x) if num_guesses else None
+            guesses = self.guess(x, num_guesses) if num_guesses else None
             ahead = [] if guesses is None else guesses.tolist()
             routed = self._decode(x, ids[0], weights[0], experts, ahead)
         else:
@@ -348,13 +405,11 @@ class Moe:
         """Return the gated shared expert's output: [T, H]."""
         return torch.sigmoid(F.linear(x, self.shared_gate)) * ops.swiglu(x, *self.shared)
 
-    def guess(self, x: Tensor) -> Tensor | None:
-        """x: [1, H].  Returns the likely experts of the next layer [k] int64, best first; None behind the last."""
+    def guess(self, x: Tensor, count: int) -> Tensor | None:
+        """x: [1, H].  Returns likely experts of the next layer [count] int64, best first; None behind the last."""
         if self.next_router is None or self.next_ratio is None:
             return None
-        guessed: Tensor = (
-            F.linear(x * self.next_ratio, self.next_router)[0].topk(self.spec.top_k).indices
-        )
+        guessed: Tensor = F.linear(x * self.next_ratio, self.next_router)[0].topk(count).indices
         return guessed
 
     def _decode(
@@ -381,14 +436,59 @@ class Moe:
         order = ids.flatten().argsort(stable=True)
         tokens = order // ids.shape[1]
         touched, counts = ids.flatten()[order].unique_consecutive(return_counts=True)
+        split = dict(zip(touched.tolist(), counts.tolist(), strict=True))
+        if isinstance(experts, SlotExperts):
+            self._prefill_slots(out, x, order, weights, split, experts)
+            return out
         pair_weights = weights.flatten()[order].unsqueeze(1)
-        split = counts.tolist()
-        pairs = zip(tokens.split(split), pair_weights.split(split), strict=True)
-        groups = dict(zip(touched.tolist(), pairs, strict=True))
+        sizes = list(split.values())
+        pairs = zip(tokens.split(sizes), pair_weights.split(sizes), strict=True)
+        groups = dict(zip(split, pairs, strict=True))
         for expert, record in experts.sweep(self.layer, list(groups)):
             chosen, chosen_weights = groups[expert]
             out.index_add_(0, chosen, self._expert(x[chosen], expert, record) * chosen_weights)
         return out
+
+    def _prefill_slots(
+        self,
+        out: Tensor,
+        x: Tensor,
+        order: Tensor,
+        weights: Tensor,
+        split: Mapping[int, int],
+        experts: SlotExperts,
+    ) -> None:
+        """Add the routed experts' outputs to out [T, H] on a GPU, several experts a launch.
+
+        order: [T * k], the pairs by expert.  split: expert -> number of its pairs, ascending.
+        """
+        from kernels.nvfp4_grouped import add_pairs, grouped_experts
+
+        top_k = weights.shape[1]
+        pair_tokens = (order // top_k).int()
+        # a token's places in the list of pairs, and its weights in the same order
+        where = torch.empty_like(order)
+        where[order] = torch.arange(len(order), device=order.device)
+        where, by_place = where.view(-1, top_k).sort(dim=1)
+        where, by_weight = where.int(), weights.gather(1, by_place)
+        limit = min(MAX_PAIRS, len(order))
+        inner = out.new_empty(limit, self.spec.intermediate)
+        y = out.new_empty(limit, self.spec.hidden)
+        first = 0
+        for wave in experts.batches(self.layer, list(split)):
+            for part in _cut_pairs([split[expert] for expert, _ in wave], limit):
+                numbers, counts = zip(*part, strict=True)
+                chosen = [wave[number] for number in numbers]
+                count = sum(counts)
+                starts = torch.tensor([0, *counts]).cumsum(0).int().to(x.device)
+                table = torch.tensor([record.data_ptr() for _, record in chosen], device=x.device)
+                scales = self.scales[torch.tensor([e for e, _ in chosen], device=x.device)]
+                tokens = pair_tokens[first : first + count]
+                grouped_experts(
+                    x, tokens, starts, table, scales, inner[:count], y[:count], max(counts)
+                )
+                add_pairs(out, y[:count], where, by_weight, first)
+                first += count
 
     def _expert(self, x: Tensor, expert: int, record: Tensor) -> Tensor:
         return ops.nvfp4_swiglu_expert(
@@ -411,11 +511,13 @@ class QwenModel:
     ) -> None:
         """weights: by checkpoint name less the prefix, in the compute dtype (FP8 rows as float8 with a scale).
 
-        expert_scales: [layers, E, 3] fp32.  num_guesses: 0 leaves the next layer's router alone.
+        expert_scales: [layers, E, 3] fp32.  num_guesses: of the next layer's experts; 0 leaves its router alone.
         """
-        self.spec, self.experts, self.rows, self.num_guesses = spec, experts, rows, num_guesses
+        self.spec, self.experts, self.rows = spec, experts, rows
+        self.num_guesses = min(num_guesses, spec.num_experts)
         self.dense_nbytes = _dense_nbytes(spec, weights)
         self.embedding, self.head = weights["embed_tokens.weight"], weights["lm_head.weight"]
+        self.device = self.head.device  # the embedding may stay in RAM: a token needs one row of it
         layers = range(spec.num_layers)
         self.attention_mixers = [
             BlockMixer(weights, f"layers.{i}.attn_hyper_connection", spec) for i in layers
@@ -447,7 +549,9 @@ class QwenModel:
 
     def new_state(self) -> QwenState:
         """Return the state of an empty conversation."""
-        return QwenState(self.spec, self.embedding.dtype, self.embedding.device)
+        return QwenState(
+            self.spec, self.head.dtype, self.device, is_borrowed=self.decoder is not None
+        )
 
     def prefill(self, tokens: Sequence[int], state: QwenState, all_logits: bool = False) -> Tensor:
         """Take in several tokens, layer by layer: fp32 logits [1, vocab] of the last, or [T, vocab] of all."""
@@ -461,28 +565,42 @@ class QwenModel:
 
     @torch.inference_mode()
     def _forward(self, tokens: Sequence[int], state: QwenState, all_logits: bool) -> Tensor:
-        spec, ple = self.spec, self.ple
-        device = self.embedding.device
+        """Layer by layer; within a layer all tokens go through the experts at once, through the rest in chunks."""
+        spec, ple, device = self.spec, self.ple, self.device
+        if self.decoder is not None:
+            self.decoder.bind(state)
+        state.version += 1
         # the rows are asked for before the first layer and needed after it
         request = self.rows.request(ple.row_ids(tokens, state.ngram_context))
-        hidden = self.embedding[torch.tensor(tokens, device=device)]
+        hidden = self.embedding[torch.tensor(tokens, device=self.embedding.device)].to(device)
         residual = hidden.unsqueeze(1).repeat(1, spec.streams, 1)
         positions = torch.arange(state.position, state.position + len(tokens), device=device)
         cos, sin = ops.rope_tables(positions, spec.rotary_dim, spec.rope_theta)
+        chunks = [slice(at, at + CHUNK_TOKENS) for at in range(0, len(tokens), CHUNK_TOKENS)]
+        x = torch.empty_like(hidden)
+        amounts = hidden.new_empty(len(tokens), spec.streams, 1)
         for layer, block in enumerate(self.blocks):
             if layer == spec.ple_layer:
-                embedding = ple.embed(self.rows.collect(request), residual)
-                residual = residual + ple(residual, embedding, state)
-            x, amount = self.attention_mixers[layer].read(residual)
-            y = block(x, state, cos, sin) if isinstance(block, Attention) else block(x, state)
-            residual = residual + amount * y.unsqueeze(1)
-            x, amount = self.mlp_mixers[layer].read(residual)
+                raw = self.rows.collect(request).view(len(tokens), -1)
+                for part in chunks:
+                    embedding = ple.embed(raw[part], residual)
+                    residual[part] += ple(residual[part], embedding, state)
+            for part in chunks:
+                block_x, amount = self.attention_mixers[layer].read(residual[part])
+                if isinstance(block, Attention):
+                    start = state.position + part.start
+                    y = block(block_x, state, start, cos[part], sin[part])
+                else:
+                    y = block(block_x, state)
+                residual[part] += amount * y.unsqueeze(1)
+                x[part], amounts[part] = self.mlp_mixers[layer].read(residual[part])
             y = self.moes[layer](x, self.experts, self.num_guesses)
-            residual = residual + amount * y.unsqueeze(1)
+            for part in chunks:
+                residual[part] += amounts[part] * y[part].unsqueeze(1)
         state.ngram_context = [*state.ngram_context, *tokens][-2:]
         state.position += len(tokens)
-        x, _ = self.final_mixer.mix(residual if all_logits else residual[-1:])
-        return F.linear(x, self.head).float()
+        last, _ = self.final_mixer.mix(residual if all_logits else residual[-1:])
+        return F.linear(last, self.head).float()
 
 
 def _dense_nbytes(spec: QwenSpec, weights: Mapping[str, Tensor]) -> int:
@@ -510,31 +628,54 @@ def check_context(spec: QwenSpec, context_tokens: int) -> None:
 
 
 def model_sizes(
-    spec: QwenSpec, residents: Path, layout: PackedLayout, context_tokens: int, dtype: torch.dtype
+    spec: QwenSpec, residents: Path, layout: PackedLayout, config: RunConfig, dtype: torch.dtype
 ) -> ModelSizes:
     """Return what the memory plan needs to know."""
     size = dtype.itemsize
-    residents_nbytes = sum(
-        math.prod(info.shape) * (1 if info.dtype == "F8_E4M3" else size)
-        for info in read_header(residents / RESIDENTS_NAME).values()
-    )
+    nbytes = {
+        name: math.prod(info.shape) * (_kept_dtype(name, info.dtype) or dtype).itemsize
+        for name, info in read_header(residents / RESIDENTS_NAME).items()
+    }
+    embedding_nbytes = nbytes.pop(EMBEDDING)
+    # what is kept in another form beside the tensors of the file: gains in fp32
+    gains_nbytes = 4 * spec.streams * spec.hidden * (2 * spec.num_layers + 4)
+    context = -(-config.model.context_tokens // spec.block_tokens) * spec.block_tokens
     num_attention = sum(spec.is_attention)
     token = 2 * spec.kv_heads * spec.head_dim + spec.index_dim / spec.block_tokens
     delta = (
         4 * spec.value_heads * spec.key_dim * spec.value_dim
         + size * (spec.conv_kernel - 1) * spec.conv_width
     )
-    state = (
-        num_attention * token * size * context_tokens + (spec.num_layers - num_attention) * delta
-    )
+    state = num_attention * token * size * context + (spec.num_layers - num_attention) * delta
+    fixed, every = _scratch_nbytes(spec, context, size)
     return ModelSizes(
-        residents_nbytes=residents_nbytes,
+        residents_nbytes=sum(nbytes.values()) + gains_nbytes,
+        embedding_nbytes=embedding_nbytes,
         state_nbytes=int(state),
+        scratch_nbytes=fixed,
+        scratch_token_nbytes=every,
         record_nbytes=layout.record_nbytes,
         num_layers=spec.num_layers,
         num_experts=spec.num_experts,
         top_k=spec.top_k,
     )
+
+
+def _scratch_nbytes(spec: QwenSpec, context: int, size: int) -> tuple[int, int]:
+    """Return what computing holds beside weights and state: (bytes, and for every token of a prompt piece).
+
+    Every token: streams, the experts' input and their fp32 sum, router probabilities. Once: what the widest block
+    makes of a chunk, one weight matrix widened from FP8, and the buffers of decoding.
+    """
+    every = size * (spec.streams + 3) * spec.hidden + 8 * spec.hidden
+    every += 8 * spec.num_experts + 24 * spec.top_k
+    heads = 4 * 13 * spec.value_heads * max(spec.key_dim, spec.value_dim)
+    delta = (3 * size + 12) * spec.conv_width + 2 * size * spec.value_width + heads
+    attention = 3 * size * 2 * spec.heads * spec.head_dim + 4 * context
+    widened = size * (spec.conv_width + spec.value_width) * spec.hidden
+    decode = 4 * spec.vocab_size + 8 * context * spec.rotary_dim
+    block = max(CHUNK_TOKENS * delta + widened, CHUNK_TOKENS * attention + ATTENTION_NBYTES)
+    return block + decode, every
 
 
 def open_model(
@@ -562,18 +703,56 @@ def open_model(
     rows = RowReader(table, reader, config.cache.table_rows)
     scalars = read_pack_scalars(files.pack, spec)
     scales = torch.tensor(scalars).view(spec.num_layers, spec.num_experts, -1)[..., :3].contiguous()
-    guesses = config.prefetch.experts
+    prefetch = config.prefetch
+    # a few candidates more than are read or copied: some will be there already
+    guesses = max(spec.top_k, prefetch.copy) if prefetch.experts or prefetch.copy else 0
     model = QwenModel(spec, weights, scales.to(device), experts, rows, table_scale, guesses)
     if device.type == "cuda":
         model.decoder = Decoder(model, config.model.context_tokens, config.hw.graphs)
     return model
 
 
+EMBEDDING = "embed_tokens.weight"
+# tensors of one layer that a decode step reads as one matrix: they are loaded one behind the other
+_JOINED = (
+    ("attn_hyper_connection.input_mix_weight_down.weight", "attn_hyper_connection.block_inject_weight.weight"),
+    ("mlp_hyper_connection.input_mix_weight_down.weight", "mlp_hyper_connection.block_inject_weight.weight"),
+    ("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"),
+    ("linear_attn.in_proj_qkv.weight_scale", "linear_attn.in_proj_z.weight_scale"),
+    ("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
+    ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight",
+     "self_attn.indexer.index_qk_proj.weight"),
+)  # fmt: skip
+
+
 def load_residents(file: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Load the residents file: floats in the compute dtype, FP8 rows and their scales and integers as they are."""
-    weights = {}
-    for name, info in read_header(file).items():
-        tensor = bytes_to_tensor(read_extent(info.extent), info.dtype, info.shape)
-        keeps_dtype = info.dtype in ("F8_E4M3", "I64") or name.endswith(".weight_scale")
-        weights[name] = tensor.to(device) if keeps_dtype else tensor.to(device, dtype)
+    """Load the residents file: floats in the compute dtype, FP8 rows, their scales and integers as they are.
+
+    The embedding table stays in RAM. Tensors that are read together lie one behind the other.
+    """
+    header = read_header(file)
+    weights: dict[str, Tensor] = {}
+    for name, info in header.items():
+        if name in weights:
+            continue
+        group = next((g for g in _JOINED if name.endswith(g[0])), None)
+        names = [name] if group is None else [name.removesuffix(group[0]) + tail for tail in group]
+        rows = [math.prod(header[part].shape[:1]) for part in names]
+        memory = torch.empty(
+            sum(rows),
+            *info.shape[1:],
+            dtype=_kept_dtype(name, info.dtype) or dtype,
+            device="cpu" if name == EMBEDDING else device,
+        )
+        for part, target in zip(names, memory.split(rows), strict=True):
+            found = header[part]
+            raw = read_extent(found.extent)
+            weights[part] = target.view(found.shape)
+            weights[part].copy_(bytes_to_tensor(raw, found.dtype, found.shape))
     return weights
+
+
+def _kept_dtype(name: str, dtype: str) -> torch.dtype | None:
+    """Return the torch dtype of a tensor that is kept as it is stored; None: it becomes the compute dtype."""
+    is_kept = dtype in ("F8_E4M3", "I64") or name.endswith(".weight_scale")
+    return torch_dtype(dtype) if is_kept else None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.experts.layout import Nvfp4Shape
-from runtime.experts.streamer import ExpertSource
+from runtime.experts.streamer import ExpertSource, Wave
 from runtime.models.qwen import QwenModel
 
 
@@ -29,15 +29,23 @@ class DamagedExperts:
         self._source, self._change_record, self._change_id = source, change_record, change_id
         self.counters = source.counters
 
+    def waves(
+        self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
+    ) -> Iterator[Wave]:
+        for wave in self._source.waves(layer, [self._change_id(e) for e in ids], guesses):
+            yield list(self._changed(ids, iter(wave)))
+
     def fetch(
         self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
     ) -> Iterator[tuple[int, Tensor]]:
-        return self._changed(
-            ids, self._source.fetch(layer, [self._change_id(e) for e in ids], guesses)
-        )
+        for wave in self.waves(layer, ids, guesses):
+            yield from wave
 
-    def sweep(self, layer: int, ids: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        return self._changed(ids, self._source.sweep(layer, [self._change_id(e) for e in ids]))
+    def sweep(
+        self, layer: int, ids: Sequence[int], hold: int = 1
+    ) -> Iterator[tuple[int, Tensor]]:
+        changed = [self._change_id(e) for e in ids]
+        return self._changed(ids, self._source.sweep(layer, changed, hold))
 
     def _changed(
         self, ids: Sequence[int], records: Iterator[tuple[int, Tensor]]
@@ -45,6 +53,20 @@ class DamagedExperts:
         asked_as = {self._change_id(e): e for e in ids}
         for expert, record in records:
             yield asked_as[expert], self._change_record(record)
+
+    def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
+        return []  # nothing is worth keeping ready
+
+    @property
+    def max_hold(self) -> int:
+        return self._source.max_hold
+
+    @property
+    def record_nbytes(self) -> int:
+        return self._source.record_nbytes
+
+    def forget(self) -> None:
+        self._source.forget()
 
     def pin(self) -> None:
         self._source.pin()

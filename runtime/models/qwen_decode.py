@@ -1,9 +1,10 @@
 """Decode steps of fixed shapes, so that a GPU can replay them as graphs.
 
-The step is cut where the host must look: after each layer's router. Segment l holds the experts of layer l - 1 and
-layer l up to its router; the last holds the experts of the last layer and the head. Everything that a segment reads
-or writes lies at a fixed address: inputs in pinned memory, the state of one conversation in buffers of the whole
-window. The host waits for a layer's route, writes a table of addresses, starts the next segment, and nothing else.
+The step is cut where the host must look: after each layer's router. Segment l sums up the experts of layer l - 1 and
+goes on to layer l's router; the last ends with the head. While the host reads the route, the shared expert runs. Then
+the routed experts run in waves: what is there at once, the rest as it arrives, each wave from its own table of
+addresses. Everything that a segment reads or writes lies at a fixed address: inputs in pinned memory, the state of
+one conversation in buffers of the whole window.
 
 Runs as well without graphs and on a CPU: the same functions, started one by one.
 """
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference as ops
-from kernels.fp8_matvec import linear
+from kernels.fp8_matvec import linear, linear_pair
 from runtime.models.qwen_state import AttentionState, QwenState
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ class Decoder:
 
     def __init__(self, model: QwenModel, context_tokens: int, has_graphs: bool) -> None:
         """context_tokens: keys, values and masks have room for this many.  has_graphs: capture and replay (CUDA)."""
-        spec, like = model.spec, model.embedding
+        spec, like = model.spec, model.head
         self.model, self.spec, self.has_graphs = model, spec, has_graphs
         size = spec.block_tokens
         self.num_blocks = -(-context_tokens // size)
@@ -57,27 +59,31 @@ class Decoder:
         positions = torch.arange(capacity, device=device)
         self.positions = positions
         self.cos, self.sin = ops.rope_tables(positions, spec.rotary_dim, spec.rope_theta)
-        # inputs: token and position, n-gram rows, addresses of experts; output: routes and guesses
+        # inputs: token and position, its embedding, n-gram rows, addresses of experts; output: routes and guesses
         self.host_in, self.dev_in = pinned(2), buffer(2, dtype=torch.int64)
+        self.host_hidden = pinned(1, spec.hidden, dtype=dtype)
         row_nbytes = spec.ple_dim
         self.host_rows, self.dev_rows = (
             pinned(row_nbytes, dtype=torch.uint8),
             buffer(row_nbytes, dtype=torch.uint8),
         )
-        self.table = pinned(spec.top_k)
-        self.host_route = pinned(spec.num_layers, 2 * spec.top_k)
+        # of a layer's waves, each in its own row: a launch may still read one when the next is written
+        self.tables = pinned(spec.top_k, spec.top_k)
+        self.host_route = pinned(spec.num_layers, spec.top_k + model.num_guesses)
         # numpy views of the same memory: reading and writing a few numbers through torch costs more than the look-ups
-        self._table_view, self._route_view = self.table.numpy(), self.host_route.numpy()
-        # what crosses from one segment to the next
-        self.residual = buffer(1, spec.streams, spec.hidden)
-        self.x, self.shared = buffer(1, spec.hidden), buffer(1, spec.hidden)
-        self.amount = buffer(1, spec.streams, 1)
+        self._tables_view, self._route_view = self.tables.numpy(), self.host_route.numpy()
+        # what crosses from one segment to the next, and from one half of a layer to the other
+        self.residual, self.moved = (buffer(1, spec.streams, spec.hidden) for _ in range(2))
+        self.block_x, self.x, self.y = (buffer(1, spec.hidden) for _ in range(3))
+        self.block_amount, self.amount = (buffer(1, spec.streams, 1) for _ in range(2))
+        self.router_logits, self.guess_logits = (buffer(1, spec.num_experts) for _ in range(2))
+        self.shared_inner, self.shared_gate = buffer(1, spec.shared_intermediate), buffer(1, 1)
+        self.shared = buffer(1, spec.hidden)
         self.weights = buffer(1, spec.top_k, dtype=torch.float32)
         self.scales = buffer(spec.top_k, 3, dtype=torch.float32)
         self.inner = buffer(spec.top_k, spec.intermediate, dtype=torch.float32)
         self.rows = buffer(spec.top_k, spec.hidden, dtype=torch.float32)
         self.logits = buffer(1, spec.vocab_size, dtype=torch.float32)
-        self.records: Mapping[int, Tensor] = {}  # row -> record, of the layer in work
         # the state of one conversation
         self.static = QwenState(spec, dtype, device)
         for layer in self.static.attention:
@@ -88,7 +94,8 @@ class Decoder:
                 buffer(size, spec.index_dim),
             )
         self._bound: weakref.ref[QwenState] | None = None
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._bound_version = -1
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._steps = 0
         self.wait_ns = 0  # the host, for routes
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -99,20 +106,23 @@ class Decoder:
     def step(self, token: int, state: QwenState) -> Tensor:
         """Take in one token: fp32 logits [1, vocab], overwritten by the next step."""
         model, spec = self.model, self.spec
-        self._bind(state)
+        self.bind(state)
         self.host_in[0], self.host_in[1] = token, state.position
+        self.host_hidden[0] = model.embedding[token]
         request = model.rows.request(model.ple.row_ids([token], state.ngram_context))
         for layer in range(spec.num_layers):
             if layer == spec.ple_layer:
                 self.host_rows.copy_(model.rows.collect(request).flatten())
-            self._run(layer)
+            self._run(layer, partial(self._segment, layer))
+            if self._event is not None:
+                self._event.record()
+            self._run(("shared", layer), partial(self._share, layer))
             if self._event is not None:
                 started = time.perf_counter_ns()
-                self._event.record()
                 self._event.synchronize()
                 self.wait_ns += time.perf_counter_ns() - started
-            self._fetch(layer)
-        self._run(spec.num_layers)
+            self._run_experts(layer)
+        self._run(spec.num_layers, self._last)
         self._steps += 1
         state.ngram_context = [*state.ngram_context, token][-2:]
         state.position += 1
@@ -122,101 +132,111 @@ class Decoder:
             ]
         return self.logits
 
-    def _fetch(self, layer: int) -> None:
-        """Bring a layer's experts where the next segment finds them."""
+    def _run_experts(self, layer: int) -> None:
+        """Run a layer's experts in the waves in which they arrive."""
         ids = self._route_view[layer].tolist()
-        route = ids[: self.spec.top_k]
-        guesses = ids[self.spec.top_k :] if self.model.num_guesses else ()
-        fetched = dict(self.model.experts.fetch(layer, route, guesses))
-        records = [fetched[expert] for expert in sorted(route)]
-        self._table_view[:] = [record.data_ptr() for record in records]
+        route, guesses = ids[: self.spec.top_k], ids[self.spec.top_k :]
+        row_of = {expert: row for row, expert in enumerate(sorted(route))}
+        waves = self.model.experts.waves(layer, route, guesses)
         if self.device.type == "cpu":
-            self.records = dict(enumerate(records))
+            for expert, record in (item for wave in waves for item in wave):
+                row = row_of[expert]
+                self.rows[row] = ops.nvfp4_swiglu_expert(
+                    self.x, record, self.scales[row], self.spec.intermediate
+                )[0]
+            return
+        number = 0
+        for wave in waves:
+            if not wave:
+                continue
+            table = self._tables_view[number]
+            table[:] = 0
+            for expert, record in wave:
+                table[row_of[expert]] = record.data_ptr()
+            self._run(("wave", number), partial(self._wave, number))
+            number += 1
 
-    def _run(self, segment: int) -> None:
-        run = self._segment(segment)
+    def _run(self, name: Hashable, run: Callable[[], None]) -> None:
         # the first step runs as it is: it compiles kernels and sets up libraries, which a capture must not meet
         if not self.has_graphs or self._steps == 0:
             run()
             return
-        graph = self._graphs.get(segment)
+        graph = self._graphs.get(name)
         if graph is None:
             graph = torch.cuda.CUDAGraph()
             pool = next(iter(self._graphs.values())).pool() if self._graphs else None
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 run()
-            self._graphs[segment] = graph
+            self._graphs[name] = graph
         graph.replay()
 
-    def _segment(self, segment: int) -> Callable[[], None]:
-        if segment == 0:
-            return self._first
-        if segment == self.spec.num_layers:
-            return self._last
-        return lambda: self._middle(segment)
+    def drop_graphs(self) -> None:
+        """Give the graphs' memory back; they are captured again when they are needed."""
+        if self._graphs:
+            torch.cuda.synchronize(self.device)
+            self._graphs.clear()
 
     # ---- the device's part: fixed shapes, fixed addresses ---------------------------------------------------------
 
-    def _first(self) -> None:
-        self.dev_in.copy_(self.host_in, non_blocking=True)
-        hidden = self.model.embedding.index_select(0, self.dev_in[:1])
-        self.residual.copy_(hidden.unsqueeze(1).expand_as(self.residual))
-        self._to_router(0, None)
-
-    def _middle(self, layer: int) -> None:
-        self._to_router(layer, self._experts())
-
-    def _last(self) -> None:
-        residual = self.residual + self.amount * self._experts().unsqueeze(1)
-        x, _ = self.model.final_mixer.mix(residual)
-        self.logits.copy_(F.linear(x, self.model.head))
-
-    def _experts(self) -> Tensor:
-        """Return the output of the expert block whose route the host has answered: [1, H]."""
-        if self.device.type == "cuda":
-            from kernels.nvfp4_expert import nvfp4_experts
-
-            nvfp4_experts(self.x, self.table, self.scales, self.inner, self.rows)
-        else:
-            for row, record in self.records.items():
-                self.rows[row] = ops.nvfp4_swiglu_expert(
-                    self.x, record, self.scales[row], self.spec.intermediate
-                )[0]
-        out: Tensor = self._moe.combine_token(self.weights, self.rows, self.shared)
-        return out
-
-    def _to_router(self, layer: int, y: Tensor | None) -> None:
-        """y: output of the expert block before, not yet added to the streams (their shares are in `amount`)."""
+    def _segment(self, layer: int) -> None:
+        """From the experts of the layer before, or the token, to a layer's route."""
         model, spec, read = self.model, self.spec, self._read
         amount: Tensor | None = self.amount
+        y: Tensor | None = self.y
+        if layer == 0:
+            self.dev_in.copy_(self.host_in, non_blocking=True)
+            self.y.copy_(self.host_hidden, non_blocking=True)
+            self.residual.copy_(self.y.unsqueeze(1).expand_as(self.residual))
+            y = amount = None
+        else:
+            self._moe.combine_token(self.weights, self.rows, self.shared, self.y)
         if layer == spec.ple_layer:
             if y is not None:
                 self.residual += self.amount * y.unsqueeze(1)
             self._add_ple()
-            y = None
-        if y is None:
-            amount = None
-        mixer = model.attention_mixers[layer]
-        normed = read.add_norm(self.residual, amount, y, mixer.gain, spec.eps)
-        x, amount = read.mix_streams(normed, mixer.down_inject, mixer.up)
+            y = amount = None
+        mixer, eps = model.attention_mixers[layer], spec.eps
+        read.read_token(
+            self.residual, amount, y, mixer.gain, mixer.down_inject, mixer.up, self.moved, self.block_x,
+            self.block_amount, eps,
+        )  # fmt: skip
         block = model.blocks[layer]
         if spec.is_attention[layer]:
-            y = self._attend(cast("Attention", block), layer, x)
+            y = self._attend(cast("Attention", block), layer, self.block_x)
         else:
-            y = self._recall(cast("DeltaNet", block), layer, x)
+            y = self._recall(cast("DeltaNet", block), layer, self.block_x)
         mixer = model.mlp_mixers[layer]
-        normed = read.add_norm(self.residual, amount, y, mixer.gain, spec.eps)
-        x, amount = read.mix_streams(normed, mixer.down_inject, mixer.up)
+        read.read_token(
+            self.moved, self.block_amount, y, mixer.gain, mixer.down_inject, mixer.up, self.residual, self.x,
+            self.amount, eps,
+        )  # fmt: skip
         moe = model.moes[layer]
-        logits, guess_logits = F.linear(x, moe.router), None
-        if model.num_guesses and moe.next_router is not None:
-            guess_logits = F.linear(x * moe.next_ratio, moe.next_router)
+        has_guesses = model.num_guesses > 0 and moe.next_router is not None
+        ratio, next_router = (moe.next_ratio, moe.next_router) if has_guesses else (None, None)
+        gate, up, _ = moe.shared
+        self._moe.mlp_in_token(
+            self.x, moe.router, ratio, next_router, gate, up, moe.shared_gate, self.router_logits,
+            self.guess_logits, self.shared_inner, self.shared_gate,
+        )  # fmt: skip
         self._moe.route_token(
-            logits, guess_logits, moe.scales, self.host_route[layer], self.weights, self.scales
-        )
-        self._moe.shared_token(x, *moe.shared, moe.shared_gate, self.shared)
-        self.x.copy_(x)
-        self.amount.copy_(amount)
+            self.router_logits, self.guess_logits, moe.scales, self.host_route[layer], self.weights, self.scales,
+            model.num_guesses,
+        )  # fmt: skip
+
+    def _share(self, layer: int) -> None:
+        down = self.model.moes[layer].shared[2]
+        self._moe.shared_down_token(self.shared_inner, self.shared_gate, down, self.shared)
+
+    def _wave(self, number: int) -> None:
+        from kernels.nvfp4_expert import nvfp4_experts
+
+        nvfp4_experts(self.x, self.tables[number], self.scales, self.inner, self.rows)
+
+    def _last(self) -> None:
+        self._moe.combine_token(self.weights, self.rows, self.shared, self.y)
+        residual = self.residual + self.amount * self.y.unsqueeze(1)
+        x, _ = self.model.final_mixer.mix(residual)
+        self.logits.copy_(F.linear(x, self.model.head))
 
     def _add_ple(self) -> None:
         ple, history = self.model.ple, self.static.ple_conv
@@ -227,10 +247,9 @@ class Decoder:
         self.static.ple_conv = history
 
     def _recall(self, block: DeltaNet, layer: int, x: Tensor) -> Tensor:
-        qkv = self._delta.conv_silu_token(
-            linear(x, *block.qkv), self.static.conv[layer], block.taps
-        )
-        z, beta_decay = linear(x, *block.z), F.linear(x, block.beta_decay)
+        projected, beta_decay = linear_pair(x, *block.in_proj, block.beta_decay)
+        qkv, z = projected.split([self.spec.conv_width, self.spec.value_width], dim=1)
+        qkv = self._delta.conv_silu_token(qkv, self.static.conv[layer], block.taps)
         memory = self.static.delta[layer]
         out = self._delta.delta_token(
             qkv, z, beta_decay, block.rate, block.dt_bias, block.norm, memory, self.spec.eps
@@ -241,10 +260,9 @@ class Decoder:
         spec, size, position = self.spec, self.spec.block_tokens, self.dev_in[1:]
         cache = self.static.attention[layer]
         cos, sin = self.cos.index_select(0, position), self.sin.index_select(0, position)
-        q, k, v, gate = block.project(x, cos, sin)
+        q, k, v, gate, index_q, raw = block.project(x, cos, sin)
         cache.keys.index_copy_(0, position, k)
         cache.values.index_copy_(0, position, v)
-        index_q, raw = block.project_index(x, cos, sin)
         cache.open_block.index_copy_(0, position % size, raw)
         # the key of the open block is written each time and right when the block is complete; only then it is used
         number = position // size
@@ -265,9 +283,11 @@ class Decoder:
 
     # ---- whose state is in the buffers ----------------------------------------------------------------------------
 
-    def _bind(self, state: QwenState) -> None:
+    def bind(self, state: QwenState) -> None:
         """Bring a conversation's state into the buffers; the conversation before gets its own copy back."""
         bound = self._bound() if self._bound is not None else None
+        if bound is state and self._bound_version == state.version:
+            return
         if bound is not None and bound is not state:
             bound.restore(bound.tensors())
         static, length, blocks = (
@@ -288,7 +308,8 @@ class Decoder:
                     setattr(cache, part, fixed)
             if cache.open_block.data_ptr() != target.open_block.data_ptr():
                 target.open_block[: len(cache.open_block)].copy_(cache.open_block)
-        self._bound = weakref.ref(state)
+                cache.open_block = target.open_block[: len(cache.open_block)]
+        self._bound, self._bound_version = weakref.ref(state), state.version
 
 
 def _moved(source: Tensor, fixed: Tensor) -> Tensor:

@@ -30,11 +30,18 @@ class AttentionState:
 class QwenState:
     """One conversation. Cannot be rolled back: copy it (`tensors`, `restore`) at the token to return to."""
 
-    def __init__(self, spec: QwenSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: QwenSpec, dtype: torch.dtype, device: torch.device, is_borrowed: bool = False
+    ) -> None:
+        """is_borrowed: buffers are lent by a decoder before the first token; until then one zero stands for all."""
+
         def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            if is_borrowed and 0 not in shape:
+                return torch.zeros(1, dtype=dtype, device=device).expand(shape)
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.spec = spec
+        self.version = 0  # counts the changes that a decoder has not made itself
         self.position = 0
         self.ngram_context = [spec.eos, spec.eos]  # the two tokens before, oldest first
         delta_layers = [layer for layer in range(spec.num_layers) if not spec.is_attention[layer]]
@@ -74,6 +81,7 @@ class QwenState:
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Become the conversation that `tensors` was copied from."""
+        self.version += 1
         self.position = int(tensors["position"])
         self.ngram_context = [int(token) for token in tensors["ngram_context"]]
         self.ple_conv = tensors["ple_conv"].clone()

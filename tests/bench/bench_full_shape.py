@@ -23,6 +23,9 @@ import torch
 
 from kernels.formats import fp8_rows_quantize
 from runtime.experts.arena import HostArena
+from runtime.experts.copies import CudaCopier
+from runtime.experts.slots import SlotExperts, passing_slots
+from runtime.experts.streamer import ResidentExperts
 from runtime.models.qwen import QwenModel
 from runtime.models.qwen_decode import Decoder
 from runtime.models.qwen_weights import FP8_ROW_TAILS, PREFIX, QwenSpec
@@ -31,22 +34,17 @@ from runtime.stats import ExpertCounters
 RECORD_NBYTES = 2_764_800
 
 
-class RandomExperts:
+class RandomExperts(ResidentExperts):
     """Records of random codes and small block scales in pinned RAM; every look-up is a hit."""
 
     def __init__(self, layers: int, experts: int) -> None:
-        self.counters, self.num_experts = ExpertCounters(), experts
-        self.arena = HostArena(layers * experts, RECORD_NBYTES)
-        self.arena.pin()
-        for row in self.arena.rows:
+        self.counters, self._num_experts = ExpertCounters(), experts
+        self._arena = HostArena(layers * experts, RECORD_NBYTES)
+        self._arena.pin()
+        for row in self._arena.rows:
             noise = torch.randint(0, 256, (RECORD_NBYTES,), dtype=torch.uint8, device="cuda")
             noise[2_457_600:] = 0x20 + noise[2_457_600:] % 0x10
             row.copy_(noise)
-
-    def fetch(self, layer, ids, guesses=()):
-        self.counters.hits += len(ids)
-        for expert in ids:
-            yield expert, self.arena.records[layer * self.num_experts + expert]
 
 
 class RandomRows:
@@ -119,22 +117,27 @@ def main() -> None:
     parser.add_argument(
         "--profile", action="store_true", help="count kernels and their time in one eager step"
     )
+    parser.add_argument("--copy", type=int, default=0, help="guesses copied to VRAM early")
+    parser.add_argument("--kept", type=int, default=0, help="VRAM slots that keep experts")
     args = parser.parse_args()
     spec = full_spec(args.experts)
     experts = RandomExperts(spec.num_layers, args.experts)
-    rate = copy_rate_gb_s(experts.arena)
+    rate = copy_rate_gb_s(experts._arena)
     weights = random_weights(spec)
     scales = torch.full((spec.num_layers, args.experts, 3), 2e-2, device="cuda")
-    model = QwenModel(spec, weights, scales, experts, RandomRows(spec.ple_dim), 1e-3, num_guesses=2)
-    nbytes = spec.num_layers * spec.top_k * RECORD_NBYTES
-    floor_ms = nbytes / rate / 1e6
-    result: dict[str, object] = {"copy_gb_s": rate, "pcie_floor_ms": floor_ms}
+    copier = CudaCopier(passing_slots(args.copy) + args.kept, RECORD_NBYTES, torch.device("cuda"))
+    slots = SlotExperts(experts, copier, spec.num_layers, spec.top_k, args.copy)
+    guesses = max(spec.top_k, args.copy)
+    model = QwenModel(spec, weights, scales, slots, RandomRows(spec.ple_dim), 1e-3, guesses)
+    weights["embed_tokens.weight"] = model.embedding = model.embedding.cpu()
+    result: dict[str, object] = {"copy_gb_s": rate}
     outputs = {}
     for has_graphs in (False, True):
         decoder = Decoder(model, args.context, has_graphs)
         state = model.new_state()
         times, logits = [], []
         host = 0.0
+        before = slots.counters.copy()
         for i in range(args.tokens):
             started = time.perf_counter()
             row = decoder.step(1000 + i, state)
@@ -152,6 +155,8 @@ def main() -> None:
                 sort_by="cuda_time_total", row_limit=40, max_name_column_width=60
             )
             print(table, file=sys.stderr)
+        spent = slots.counters.since(before)
+        floor_ms = spent.copied_nbytes / args.tokens / rate / 1e6
         steady = sorted(times[5:])
         waits = decoder.wait_ns / 1e6 / args.tokens
         median = steady[len(steady) // 2]
@@ -161,7 +166,10 @@ def main() -> None:
             "ms": median,
             "p95_ms": steady[int(len(steady) * 0.95)],
             "host_ms": host,
+            "pcie_floor_ms": floor_ms,
             "x_floor": median / floor_ms,
+            "vram_hits": spent.vram_hits / spent.lookups,
+            "early_used": spent.early_used / max(1, spent.early_issued),
         }
         print(f"{key:7} {median:.2f} ms a token, host {host:.2f} ms, {median / floor_ms:.2f} x the PCIe floor "
               f"of {floor_ms:.2f} ms at {rate:.1f} GB/s", file=sys.stderr)  # fmt: skip

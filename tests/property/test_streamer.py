@@ -110,7 +110,10 @@ class StreamerMachine(RuleBasedStateMachine):
         self.layout = TwoPartLayout(self.folder.name, rng)
         self.drive = Drive(rng, delay_us * 1e-6)
         reader = DirectReader(self.layout.files, config, self.drive.preadv)
-        self.streamer = ExpertStreamer(self.layout, reader, cache_rows, sweep_rows, prefetch)
+        self.streamer = ExpertStreamer(
+            self.layout, reader, cache_rows, sweep_rows, prefetch, cache_rows - ROUTE
+        )
+        self.given, self.given_before = [], []  # by `ahead`: since the last call, and before it
         self.cache_rows = cache_rows
         self.lookups = 0
         self.bad = set()  # keys whose reads fail now
@@ -143,6 +146,7 @@ class StreamerMachine(RuleBasedStateMachine):
         settled, here = self.settled(), set(streamer.cache.keys())
         before = streamer.counters.copy()
         seen, error = {}, None
+        self.called()
         items = streamer.fetch(layer, ids, guesses)
         try:
             for expert, record in items:
@@ -163,7 +167,23 @@ class StreamerMachine(RuleBasedStateMachine):
         assert counted.hits + counted.late + counted.misses == len(ids)
         assert counted.hits >= len(keys & settled)  # what was there was not evicted or read again
         assert counted.misses >= len(keys - here)
-        self.nothing_pinned()
+        self.pinned_are_among(keys)
+
+    @rule(layer=layers, ids=st.permutations(range(EXPERTS)), count=st.integers(0, EXPERTS))
+    def ahead(self, layer, ids, count):
+        settled = self.settled()
+        found = [(ExpertKey(layer, e), r) for e, r in self.streamer.ahead(layer, ids[:count])]
+        assert {key for key, _ in found} <= settled
+        self.given += found
+
+    def called(self):
+        """A record from `ahead` is valid until the call after the next."""
+        self.given_before, self.given = self.given, []
+
+    @invariant()
+    def what_was_given_is_still_there(self):
+        for key, record in [*self.given, *self.given_before]:
+            self.layout.check(key, record)
 
     @rule(
         layer=layers,
@@ -187,6 +207,8 @@ class StreamerMachine(RuleBasedStateMachine):
 
     def leave_after(self, items, layer, ids, taken, how):
         seen = set()
+        if taken:  # an iterator that never started has done nothing
+            self.called()
         try:
             for _ in range(min(taken, len(ids))):
                 expert, record = next(items)
@@ -198,19 +220,27 @@ class StreamerMachine(RuleBasedStateMachine):
         assert len(seen) == min(taken, len(ids))
         assert seen <= set(ids)
         self.leave(items, how)
-        if how != "forget" and taken:  # one that never started has released nobody
-            self.nothing_pinned()
 
-    @rule(layer=layers, ids=st.permutations(range(EXPERTS)), count=st.integers(0, EXPERTS))
-    def sweep(self, layer, ids, count):
+    @rule(
+        layer=layers,
+        ids=st.permutations(range(EXPERTS)),
+        count=st.integers(0, EXPERTS),
+        data=st.data(),
+    )
+    def sweep(self, layer, ids, count, data):
+        hold = data.draw(st.integers(1, self.streamer.max_hold))
         ids = ids[:count]
         keys = {ExpertKey(layer, e) for e in ids}
         settled, here = self.settled(), set(self.streamer.cache.keys())
         before = self.streamer.counters.copy()
         seen = []
         try:
-            for expert, record in self.streamer.sweep(layer, ids):
-                self.layout.check(ExpertKey(layer, expert), record)
+            given = []
+            self.called()
+            for expert, record in self.streamer.sweep(layer, ids, hold):
+                given.append((expert, record))
+                for e, kept in given[-hold:]:
+                    self.layout.check(ExpertKey(layer, e), kept)
                 seen.append(expert)
         except ReadError as error:
             self.failed(error, keys)
@@ -222,7 +252,7 @@ class StreamerMachine(RuleBasedStateMachine):
             assert counted.sweep_hits + counted.sweep_misses == len(ids)
             assert counted.sweep_hits >= len(keys & settled)
         assert settled <= set(self.streamer.cache.keys())  # nobody is evicted
-        self.nothing_pinned()
+        self.pinned_are_among(set())
 
     @rule()
     def collect_forgotten(self):
@@ -242,8 +272,9 @@ class StreamerMachine(RuleBasedStateMachine):
         self.suspect = (self.suspect | self.bad) & set(self.streamer.cache.keys())
         self.drive.bad, self.bad = set(), set()
 
-    def nothing_pinned(self):
-        assert not self.streamer.cache._pins
+    def pinned_are_among(self, keys):
+        given = {key for key, _ in [*self.given, *self.given_before]}
+        assert self.streamer.cache._pins.keys() <= keys | given
 
     @invariant()
     def counters_add_up(self):
@@ -258,6 +289,8 @@ class StreamerMachine(RuleBasedStateMachine):
         if not hasattr(self, "streamer"):
             return
         self.mend()
+        for _ in range(2):  # what `ahead` holds is let go
+            list(self.streamer.fetch(0, []))
         for layer in range(LAYERS):  # usable to the last row, whatever happened before
             ids = range(min(EXPERTS, self.cache_rows))
             for _ in range(len(ids) + 1):  # one left-over error each, at most

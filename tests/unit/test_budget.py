@@ -157,8 +157,8 @@ def test_little_room_takes_from_the_staging_first():
 def test_the_plan_on_one_line():
     plan = plan_memory(ModelSizes(GIB, 64 * MIB, MIB, 8, 64, 6), 4 * GIB, 0.25, 32)
     assert plan.format() == (
-        "RAM plan: residents 1.00 GiB, state 64.00 MiB, expert cache 256.00 MiB (256 experts), "
-        "prompt staging 32.00 MiB; 1.34 GiB of 4.00 GiB"
+        "RAM: 1.34 GiB of 4.00 GiB = residents 1.00 GiB, state 64.00 MiB, expert cache 256.00 MiB (256 experts), "
+        "prompt staging 32.00 MiB"
     )
 
 

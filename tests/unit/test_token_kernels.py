@@ -39,20 +39,17 @@ def test_hyper_connection_read(
     gain = 1 + 0.1 * random(streams, hidden, seed=4)
     down_inject = random(rank + streams, width, seed=5, dtype=dtype) * width**-0.5 * 4
     up = random(width, rank, seed=6, dtype=dtype) * rank**-0.5
-    other = residual.clone()
-    found = hyper_connection.add_norm(residual, amount, y, gain, 1e-6)
-    wanted = reference.add_norm(other, amount, y, gain, 1e-6)
-    assert (
-        error(residual, other) < TOLERANCE[dtype]
-    )  # a fused multiply-add rounds once where torch rounds twice
-    assert error(found, wanted) < TOLERANCE[dtype]
-    for a, b in zip(
-        hyper_connection.mix_streams(wanted, down_inject, up),
-        reference.mix_streams(wanted, down_inject, up),
-        strict=True,
-    ):
-        assert a.shape == b.shape
-        assert error(a, b) < TOLERANCE[dtype]
+    outs = []
+    for kernels in (hyper_connection, reference):
+        moved, x = torch.empty_like(residual), random(1, hidden, seed=7, dtype=dtype)
+        share = random(1, streams, 1, seed=8, dtype=dtype)
+        kernels.read_token(
+            residual, amount, y, gain, down_inject, up, moved, x, share, 1e-6
+        )
+        outs.append((moved, x, share))
+    for found, wanted in zip(*outs, strict=True):
+        # a fused multiply-add rounds once where torch rounds twice
+        assert error(found, wanted) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -81,10 +78,10 @@ def test_delta_token(key_heads: int, heads: int, dim: int, dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("experts", "top_k"), [(64, 6), (512, 10), (48, 4), (7, 7)])
-@pytest.mark.parametrize("has_guesses", [True, False])
-def test_route(experts: int, top_k: int, dtype: torch.dtype, has_guesses: bool):
+@pytest.mark.parametrize("num_guesses", [0, 3, 7])
+def test_route(experts: int, top_k: int, dtype: torch.dtype, num_guesses: int):
     generator = torch.Generator().manual_seed(experts)
-    logits, guesses = (
+    logits, guess_logits = (
         (torch.randperm(experts, generator=generator).float() * (3 / experts))
         .to(DEVICE, dtype)
         .unsqueeze(0)
@@ -93,10 +90,10 @@ def test_route(experts: int, top_k: int, dtype: torch.dtype, has_guesses: bool):
     expert_scales = random(experts, 3, seed=1)
     outs = []
     for kernels in (moe_token, reference):
-        route = torch.zeros(2 * top_k, dtype=torch.int64, device=DEVICE)
+        route = torch.zeros(top_k + num_guesses, dtype=torch.int64, device=DEVICE)
         weights, scales = torch.zeros(1, top_k, device=DEVICE), torch.zeros(top_k, 3, device=DEVICE)
         kernels.route_token(
-            logits, guesses if has_guesses else None, expert_scales, route, weights, scales
+            logits, guess_logits, expert_scales, route, weights, scales, num_guesses
         )
         outs.append((route, weights, scales))
     (route, weights, scales), (wanted_route, wanted_weights, wanted_scales) = outs
@@ -104,24 +101,37 @@ def test_route(experts: int, top_k: int, dtype: torch.dtype, has_guesses: bool):
         assert torch.equal(route, wanted_route)
         assert torch.equal(scales, wanted_scales)
     # in bf16 some logits are equal, and any of those may be chosen
-    chosen, wanted = (logits[0][r[:top_k]].sort().values for r in (route, wanted_route))
-    assert torch.equal(chosen, wanted)
+    for part, values in ((slice(top_k), logits), (slice(top_k, None), guess_logits)):
+        chosen, wanted = (values[0][r[part]].sort().values for r in (route, wanted_route))
+        assert torch.equal(chosen, wanted)
     assert error(weights, wanted_weights) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("hidden", "intermediate"), [(256, 64), (80, 20)])
-def test_shared_expert_and_sum(hidden: int, intermediate: int, dtype: torch.dtype):
-    x = random(1, hidden, seed=1, dtype=dtype)
-    gate, up = (
-        random(intermediate, hidden, seed=s, dtype=dtype) * hidden**-0.5 * 2 for s in (2, 3)
-    )
-    down = random(hidden, intermediate, seed=4, dtype=dtype)
-    shared_gate = random(1, hidden, seed=5, dtype=dtype) * hidden**-0.5
-    found, wanted = torch.empty_like(x), torch.empty_like(x)
-    moe_token.shared_token(x, gate, up, down, shared_gate, found)
-    reference.shared_token(x, gate, up, down, shared_gate, wanted)
-    assert error(found, wanted) < TOLERANCE[dtype]
+@pytest.mark.parametrize(("hidden", "intermediate", "experts"), [(256, 64, 48), (80, 20, 7)])
+@pytest.mark.parametrize("has_guesses", [True, False])
+def test_block_input_shared_expert_and_sum(
+    hidden: int, intermediate: int, experts: int, dtype: torch.dtype, has_guesses: bool
+):
+    def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
+        return random(rows, columns, seed=seed, dtype=dtype) * columns**-0.5 * 2
+
+    x, ratio = random(1, hidden, seed=1, dtype=dtype), 1 + 0.1 * random(hidden, seed=9, dtype=dtype)
+    router, next_router = matrix(experts, hidden, 10), matrix(experts, hidden, 11)
+    gate, up, shared_gate = (matrix(n, hidden, s) for n, s in ((intermediate, 2), (intermediate, 3), (1, 5)))
+    down = matrix(hidden, intermediate, 4)
     weights, rows = random(1, 6, seed=6).softmax(-1), random(6, hidden, seed=7)
-    sums = [kernels.combine_token(weights, rows, wanted) for kernels in (moe_token, reference)]
-    assert error(*sums) < TOLERANCE[dtype]
+    outs = []
+    for kernels in (moe_token, reference):
+        logits, guesses = (random(1, experts, seed=s, dtype=dtype) for s in (20, 21))
+        inner, share = random(1, intermediate, seed=22, dtype=dtype), random(1, 1, seed=23, dtype=dtype)
+        shared, out = torch.empty_like(x), torch.empty_like(x)
+        kernels.mlp_in_token(
+            x, router, ratio if has_guesses else None, next_router if has_guesses else None, gate, up, shared_gate,
+            logits, guesses, inner, share,
+        )  # fmt: skip
+        kernels.shared_down_token(inner, share, down, shared)
+        kernels.combine_token(weights, rows, shared, out)
+        outs.append((logits, guesses, inner, share, shared, out))
+    for found, wanted in zip(*outs, strict=True):
+        assert error(found, wanted) < TOLERANCE[dtype]

@@ -1,0 +1,251 @@
+"""The VRAM tier: expert slots in the GPU's memory before another source. One thread; `copies` moves the bytes.
+
+The slots are in three parts. The first `kept_slots` are an LRU tier over the first `kept_layers` layers, as many as it
+holds two tokens' routes of: an LRU smaller than its cycle finds nothing, so the other layers do without. The rest is
+for copies on their way through: guesses of the next layer copied early, and the experts of a prompt in two batches.
+
+When the host knows a layer's route, everything launched for the layers before has run, so a slot that those read
+may be written again: that wait is the event of the last reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from runtime.experts.cache import ExpertCache
+from runtime.experts.copies import Copier
+from runtime.experts.layout import ExpertKey
+from runtime.experts.streamer import ExpertSource, Wave
+
+BATCH_EXPERTS = 8  # of a prompt, copied and computed together
+ROUTES_KEPT = 2  # tokens' routes that the LRU tier holds of each layer it serves
+
+
+def passing_slots(early_copies: int) -> int:
+    """Return how many slots copies on their way need: two layers' guesses, or two batches of a prompt."""
+    return max(2 * early_copies, 2 * BATCH_EXPERTS)
+
+
+class SlotExperts:
+    """Experts from VRAM slots, from pinned RAM in place, or from the drive."""
+
+    def __init__(
+        self,
+        source: ExpertSource,
+        copier: Copier,
+        num_layers: int,
+        top_k: int,
+        early_copies: int = 0,
+    ) -> None:
+        """copier.slots: at least `passing_slots(early_copies)`; what is beyond is the LRU tier.
+
+        early_copies: guesses for the next layer copied ahead when they are in RAM.
+        """
+        self.source, self.counters = source, source.counters
+        self._copier, self._early_copies = copier, early_copies
+        self._num_layers = num_layers
+        self._num_passing = passing_slots(early_copies)
+        self.kept_slots = len(copier.slots) - self._num_passing
+        if self.kept_slots < 0:
+            raise ValueError(f"{len(copier.slots)} slots, at least {self._num_passing} are needed")
+        self.kept_layers = min(num_layers, self.kept_slots // (ROUTES_KEPT * top_k))
+        self._slots = list(copier.slots.unbind(0))
+        self._nbytes = source.record_nbytes
+        self._pinned: list[tuple[ExpertCache, ExpertKey]] = []
+        self._early: set[ExpertKey] = set()  # copied ahead, not yet judged
+        self._early_mark: Any = None
+        self._make_books()
+
+    def _make_books(self) -> None:
+        self._pinned, self._early, self._early_mark = [], set(), None
+        # slots count from the passing ones: a book's row is a slot less its first
+        self._passing = ExpertCache(self._num_passing)
+        self._kept = ExpertCache(self.kept_slots) if self.kept_layers else None
+
+    def _book(self, layer: int) -> tuple[ExpertCache, int]:
+        """Return the book of a layer's slots and the number of its first slot."""
+        if self._kept is not None and layer < self.kept_layers:
+            return self._kept, self._num_passing
+        return self._passing, 0
+
+    # ---- decode -----------------------------------------------------------------------------------------------
+
+    def waves(
+        self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
+    ) -> Iterator[Wave]:
+        """Yield a layer's experts in lists, as `ExpertSource.waves`; each is launched before the next is asked for.
+
+        What is launched after a list was yielded runs when its records are there.
+        """
+        book, first = self._book(layer)
+        self._release()
+        early = self._early
+        self._early = set()
+        for key in early:
+            self._book(key.layer)[0].landed(key)
+        here: Wave = []
+        coming: Wave = []
+        elsewhere = []
+        for expert in ids:
+            key = ExpertKey(layer, expert)
+            row = book.row_of(key)
+            if row is None:
+                elsewhere.append(expert)
+                continue
+            book.pin(key)
+            self._pinned.append((book, key))
+            book.touch(key)
+            (coming if key in early else here).append((expert, self._slots[first + row]))
+        for key in early - {ExpertKey(layer, expert) for expert, _ in coming}:
+            self._book(key.layer)[0].demote(key)
+        self.counters.vram_hits += len(here) + len(coming)
+        self.counters.early_used += len(coming)
+        unknown = [e for e in guesses if self._book_row(layer + 1, e) is None] if guesses else ()
+        arrivals = self.source.waves(layer, elsewhere, unknown)
+        in_ram = next(arrivals)
+        kept: Wave = []
+        if book is self._kept and in_ram:
+            kept, in_ram = self._keep(book, first, layer, in_ram)
+        self.counters.copied_nbytes += (len(in_ram) + len(kept)) * self._nbytes
+        mark = self._copier.mark() if kept else None
+        if here or in_ram:
+            yield here + in_ram
+        if self._early_mark is not None:  # also when no guess was right: behind it all early copies are done
+            self._copier.wait(self._early_mark)
+            self._early_mark = None
+        if coming:
+            yield coming
+        if kept:
+            self._copier.wait(mark)
+            yield kept
+        for wave in arrivals:
+            self.counters.copied_nbytes += len(wave) * self._nbytes
+            yield wave
+        if self._early_copies and layer + 1 < self._num_layers:
+            self._copy_ahead(layer + 1, guesses)
+
+    def _book_row(self, layer: int, expert: int) -> int | None:
+        return self._book(layer)[0].row_of(ExpertKey(layer, expert))
+
+    def _keep(self, book: ExpertCache, first: int, layer: int, records: Wave) -> tuple[Wave, Wave]:
+        """Copy records into the LRU tier; return those that are copied, and those that found no slot."""
+        kept, others = [], []
+        for expert, record in records:
+            key = ExpertKey(layer, expert)
+            row = book.admit(key)
+            if row is None:
+                others.append((expert, record))
+                continue
+            book.landed(key)
+            book.pin(key)
+            self._pinned.append((book, key))
+            self._copier.copy(first + row, record)
+            kept.append((expert, self._slots[first + row]))
+        return kept, others
+
+    def _copy_ahead(self, layer: int, guesses: Sequence[int]) -> None:
+        """Copy the first few guesses that are in RAM and in no slot, behind what the layer before launched."""
+        book, first = self._book(layer)
+        absent = [e for e in guesses if book.row_of(ExpertKey(layer, e)) is None]
+        found = self.source.ahead(layer, absent[: self._early_copies])
+        if not found:
+            return
+        self._copier.follow(self._copier.launched())  # required before speculative
+        for expert, record in found:
+            key = ExpertKey(layer, expert)
+            row = book.admit(key)
+            if row is None:
+                break
+            self._early.add(key)
+            self._copier.copy(first + row, record)
+            self.counters.early_issued += 1
+            self.counters.copied_nbytes += self._nbytes
+        self._early_mark = self._copier.mark()
+
+    def _release(self) -> None:
+        for book, key in self._pinned:
+            book.unpin(key)
+        self._pinned = []
+
+    # ---- prefill ----------------------------------------------------------------------------------------------
+
+    @property
+    def batch_experts(self) -> int:
+        """Experts that `batches` yields at once."""
+        return min(BATCH_EXPERTS, self.source.max_hold)
+
+    def batches(self, layer: int, ids: Sequence[int]) -> Iterator[Wave]:
+        """Yield each of `ids` once, in the order given, as lists of experts in slots.
+
+        A list is launched before the next is asked for; what is launched then runs when its copies are done.
+        """
+        if self._early_mark is not None:
+            self._copier.synchronize(self._early_mark)
+        # the passing slots are the prompt's now
+        self._release()
+        self._early, self._early_mark = set(), None
+        self._passing = ExpertCache(self._num_passing)
+        if self._kept is not None:
+            for key in [k for k in self._kept.keys() if self._kept.is_in_flight(k)]:
+                self._kept.landed(key)
+        self._copier.follow(self._copier.launched())
+        size = self.batch_experts
+        records = self.source.sweep(layer, ids, hold=size)
+        read: list[Any] = [None, None]  # marks behind the launches that read each half of the slots
+        for number, start in enumerate(range(0, len(ids), size)):
+            half = number % 2
+            if read[half] is not None:
+                self._copier.follow(read[half])
+            wave = []
+            for place, expert in enumerate(ids[start : start + size]):
+                found, record = next(records)
+                assert found == expert
+                slot = half * BATCH_EXPERTS + place
+                self._copier.copy(slot, record)
+                wave.append((expert, self._slots[slot]))
+            self.counters.copied_nbytes += len(wave) * self._nbytes
+            mark = self._copier.mark()
+            self._copier.wait(mark)
+            yield wave
+            read[half] = self._copier.launched()
+            self._copier.synchronize(mark)  # the source may take its records back
+        assert next(records, None) is None
+
+    # ---- the rest of an ExpertSource ----------------------------------------------------------------------------
+
+    def fetch(
+        self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
+    ) -> Iterator[tuple[int, Tensor]]:
+        for wave in self.waves(layer, ids, guesses):
+            yield from wave
+
+    def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
+        return self.source.ahead(layer, ids)
+
+    def sweep(
+        self, layer: int, ids: Sequence[int], hold: int = 1
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield records in RAM, as they are for a CPU."""
+        return self.source.sweep(layer, ids, hold)
+
+    @property
+    def max_hold(self) -> int:
+        return self.source.max_hold
+
+    @property
+    def record_nbytes(self) -> int:
+        return self.source.record_nbytes
+
+    def pin(self) -> None:
+        self.source.pin()
+
+    def forget(self) -> None:
+        """Drop what is kept in VRAM and in the source. Nothing may be in flight on the GPU."""
+        self._make_books()
+        self.source.forget()
+
+    def close(self) -> None:
+        self.source.close()

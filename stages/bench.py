@@ -1,0 +1,160 @@
+"""How fast this machine decodes, and where the time goes: a fixed number of greedy tokens, several times over."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from conf.schema import BenchConfig, RunConfig
+from runtime import hardware
+from runtime.engine import Engine
+from runtime.errors import UserError
+from runtime.sampling import Sampler, SamplingParams
+from runtime.stats import Rates, RunSummary, TokenStats, summarize
+from runtime.text import TextCodec
+from stages.bench_report import Bench, Repeat, document, draw, format_report
+from stages.core import Progress, Stage, StageContext
+from stages.files import write_atomically
+from stages.opening import open_engine
+
+log = logging.getLogger("stages")
+
+RESULT_NAME, PLOT_NAME = "bench.json", "bench.png"  # in the folder of the run
+
+
+def run(ctx: StageContext) -> None:
+    """Measure, print the table, and leave every number and a plot in the run's folder."""
+    check_window(ctx.cfg)
+    engine = open_engine(ctx.cfg, ctx.inputs, ctx.runner)
+    try:
+        bench = measure(engine, ctx.cfg.bench)
+    finally:
+        engine.close()
+    print(format_report(bench), flush=True)
+    if not bench.is_repeatable:
+        log.warning("the repeats decoded different tokens: run stages=[verify] force=[verify]")
+    if ctx.runner.run_dir is None:
+        return
+    path = ctx.runner.run_dir / RESULT_NAME
+    write_atomically(path, json.dumps(document(bench, ctx.cfg, ctx.out), indent=1) + "\n")
+    print(f"every token's figures: {path}", file=sys.stderr)
+    plot = ctx.runner.run_dir / PLOT_NAME
+    if ctx.cfg.bench.plot and draw(bench, plot):
+        print(f"plot: {plot}", file=sys.stderr)
+
+
+def check_window(cfg: RunConfig) -> None:
+    """Raise UserError when prompt, warm-up and counted tokens do not fit into the context window."""
+    bench, window = cfg.bench, cfg.model.context_tokens
+    need = bench.prompt_length + bench.warmup_tokens + bench.tokens
+    if need > window:
+        raise UserError(
+            f"bench takes {need} tokens (prompt {bench.prompt_length}, warm-up {bench.warmup_tokens}, counted "
+            f"{bench.tokens}), the context window has {window}",
+            f"set model.context_tokens={need} or more, or lower bench.prompt_length or bench.tokens",
+        )
+
+
+def measure(engine: Engine, config: BenchConfig) -> Bench:
+    """Measure the machine's rates, then every repeat."""
+    rates = engine.measure_rates()
+    prompt = random_prompt(engine.codec, config.prompt_length, config.seed)
+    num_steps = config.warmup_tokens + config.tokens
+    repeats = []
+    with Progress("bench: tokens", config.repeats * num_steps) as bar:
+        for _ in range(config.repeats):
+            if config.is_cold:
+                engine.forget_experts()
+            repeats.append(_repeat(engine, config, prompt, rates, bar))
+    total = _summary(engine, None, [token for r in repeats for token in r.tokens], rates)
+    return Bench(
+        rates,
+        engine.format_plan(),
+        repeats,
+        total,
+        torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
+        hardware.peak_rss_nbytes(),
+        hardware.peak_vram_nbytes(),
+    )
+
+
+def random_prompt(codec: TextCodec, length: int, seed: int) -> list[int]:
+    """Return token ids drawn evenly from those that stand for text; the same for the same seed."""
+    generator = random.Random(seed)
+    prompt: list[int] = []
+    while len(prompt) < length:
+        token = generator.randrange(codec.vocab_size)
+        if token not in codec.stop_ids and codec.decode([token]):  # a marker has no text
+            prompt.append(token)
+    return prompt
+
+
+def _repeat(
+    engine: Engine, config: BenchConfig, prompt: list[int], rates: Rates, bar: Progress
+) -> Repeat:
+    """Read the prompt into an empty state, then decode; a stop token is a token like any other."""
+    steps = _Steps(engine)
+    token, prefill = steps.take(prompt)
+    token_ids, stats = [token], []
+    for _ in range(config.warmup_tokens + config.tokens):
+        token, cost = steps.take([token])
+        token_ids.append(token)
+        stats.append(cost)
+        bar.advance()
+    first = 0 if config.is_cold else config.warmup_tokens
+    tokens = stats[first:]
+    summary = _summary(engine, prefill, tokens, rates)
+    return Repeat(prefill, stats[:first], tokens, token_ids, summary)
+
+
+class _Steps:
+    """One token timeline; each step's time ends when the next token is known to the host."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._state: Any = engine.new_state()
+        self._position = 0
+        self._greedy = Sampler(SamplingParams(temperature=0.0), engine.num_tokens)
+
+    def take(self, tokens: Sequence[int]) -> tuple[int, TokenStats]:
+        """Feed tokens; return the greedy next one and what this cost."""
+        engine, size = self._engine, self._engine.prefill_tokens
+        before, started = engine.counters(), time.perf_counter()
+        for start in range(0, len(tokens), size):
+            piece = list(tokens[start : start + size])
+            if len(piece) == 1:
+                logits = engine.model.decode(piece[0], self._state)
+            else:
+                logits = engine.model.prefill(piece, self._state)
+        computed = time.perf_counter()
+        following = self._greedy(logits)
+        # a GPU is still at the last layers when the host has nothing left to do
+        wait_ms = (time.perf_counter() - computed) * 1e3 if logits.is_cuda else 0.0
+        self._position += len(tokens)
+        stats = engine.token_stats(self._position, len(tokens), started, before)
+        return following, replace(stats, device_wait_ms=stats.device_wait_ms + wait_ms)
+
+
+def _summary(
+    engine: Engine, prefill: TokenStats | None, tokens: Sequence[TokenStats], rates: Rates
+) -> RunSummary:
+    return summarize(
+        prefill,
+        tokens,
+        0 if prefill is None else prefill.num_tokens,
+        engine.dense_nbytes,
+        rates,
+        hardware.peak_rss_nbytes(),
+        hardware.peak_vram_nbytes(),
+    )
+
+
+STAGE = Stage(name="bench", run=run, needs=lambda cfg: tuple(cfg.model.setup), is_endpoint=True)
