@@ -73,7 +73,7 @@ class SamplingConfig:
 
 @dataclass
 class SyntheticConfig:
-    """A checkpoint of random bytes (source=synthetic): the released names, dtypes and per-tensor shapes, fewer of them."""
+    """A checkpoint of random bytes (source=synthetic): released names, dtypes and per-tensor shapes, fewer of them."""
 
     experts: int | None = (
         None  # per layer; null: as many as disk_gib allows, at most the released number

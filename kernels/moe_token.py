@@ -9,16 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-IN_ROWS, IN_WARPS = 4, 4
+IN_ROWS, IN_WARPS = 1, 2  # of 12 shapes tried on an H200 the fastest: 4.8 us (4 rows, 4 warps: 7.6)
 DOWN_ROWS = 8
 COMBINE_BLOCK = 128
 
 
 @triton.jit
-def _dots(
-    weight, rows, num_rows, x, columns: tl.constexpr, block_rows: tl.constexpr, block: tl.constexpr
-):
-    """Products of some rows of a matrix with x, which is in registers: [block_rows] fp32."""
+def _dots(weight, rows, num_rows, x, columns: tl.constexpr, block: tl.constexpr):
+    """Products of some rows of a matrix with x, which is in registers: fp32, one a row."""
     column = tl.arange(0, block)
     mask = (rows < num_rows)[:, None] & (column < columns)[None, :]
     w = tl.load(weight + rows[:, None] * columns + column[None, :], mask=mask, other=0.0)
@@ -39,18 +37,18 @@ def _mlp_in_kernel(
     row = tl.arange(0, block_rows)
     if program < router_programs:
         rows = program * block_rows + row
-        out = _dots(router, rows, experts, x32, hidden, block_rows, block)
+        out = _dots(router, rows, experts, x32, hidden, block)
         tl.store(logits + rows, out.to(dtype), mask=rows < experts)
     elif program < router_programs + guess_programs:
         rows = (program - router_programs) * block_rows + row
         scale = tl.load(ratio + column, mask=mask, other=0.0).to(tl.float32)
         scaled = (x32 * scale).to(dtype).to(tl.float32)
-        out = _dots(next_router, rows, experts, scaled, hidden, block_rows, block)
+        out = _dots(next_router, rows, experts, scaled, hidden, block)
         tl.store(guess_logits + rows, out.to(dtype), mask=rows < experts)
     elif program < router_programs + guess_programs + shared_programs:
         rows = (program - router_programs - guess_programs) * block_rows + row
-        g = _dots(gate, rows, intermediate, x32, hidden, block_rows, block)
-        u = _dots(up, rows, intermediate, x32, hidden, block_rows, block)
+        g = _dots(gate, rows, intermediate, x32, hidden, block)
+        u = _dots(up, rows, intermediate, x32, hidden, block)
         g, u = g.to(dtype).to(tl.float32), u.to(dtype).to(tl.float32)
         silu = (g / (1.0 + tl.exp(-g))).to(dtype).to(tl.float32)
         tl.store(inner + rows, (silu * u).to(dtype), mask=rows < intermediate)
@@ -98,10 +96,10 @@ def _route_kernel(
             scale = tl.load(expert_scales + ids * 3 + part, mask=is_place, other=0.0)
             tl.store(scales + row * 3 + part, scale, mask=is_place)
     elif num_guesses > 0:
-        place = tl.arange(0, guess_width)
-        raw = tl.load(guess_logits + index, mask=index < num_experts, other=float("-inf"))
-        ids, _ = _best(raw.to(tl.float32), num_guesses, guess_width)
-        tl.store(route + top_k + place, ids.to(tl.int64), mask=place < num_guesses)
+        rank = tl.arange(0, guess_width)
+        guesses = tl.load(guess_logits + index, mask=index < num_experts, other=float("-inf"))
+        guessed, _ = _best(guesses.to(tl.float32), num_guesses, guess_width)
+        tl.store(route + top_k + rank, guessed.to(tl.int64), mask=rank < num_guesses)
 
 
 @triton.jit
@@ -112,7 +110,7 @@ def _shared_down_kernel(
     rows = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
     column = tl.arange(0, block)
     x32 = tl.load(inner + column, mask=column < intermediate, other=0.0).to(tl.float32)
-    value = _dots(down, rows, hidden, x32, intermediate, block_rows, block)
+    value = _dots(down, rows, hidden, x32, intermediate, block)
     weight = tl.load(share).to(tl.float32)
     tl.store(out + rows, (weight * value.to(dtype).to(tl.float32)).to(dtype), mask=rows < hidden)
 

@@ -1,4 +1,4 @@
-"""The memory plans of RAM and VRAM, made before anything is loaded. Pure arithmetic: sizes in, sizes and warnings out."""
+"""The memory plans of RAM and VRAM, made before anything is loaded. Pure arithmetic: sizes in, sizes out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class ModelSizes:
     num_experts: int
     top_k: int
     embedding_nbytes: int = 0  # always in RAM
-    scratch_nbytes: int = 0  # what computing holds beside these, at most, and for every token of a prompt piece:
+    scratch_nbytes: int = (
+        0  # what computing holds beside these, at most, and for every token of a prompt piece:
+    )
     scratch_token_nbytes: int = 0
 
     @property
@@ -100,7 +102,11 @@ MIN_PROMPT_TOKENS = 128  # a card that cannot hold the scratch of such a piece i
 
 
 def plan_vram(
-    sizes: ModelSizes, limit_nbytes: int, prompt_tokens: int, passing_slots: int, kept_gib: float | None
+    sizes: ModelSizes,
+    limit_nbytes: int,
+    prompt_tokens: int,
+    passing_slots: int,
+    kept_gib: float | None,
 ) -> VramPlan:
     """Share the GPU's memory out: residents, state and passing slots, then prompt pieces as asked for or as long as
     fits, and the rest to the slots that keep experts (or `kept_gib` of it). Refuses with numbers.

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from conf.schema import RunConfig
 from runtime import cores, hardware
-from runtime.budget import MemoryPlan, ModelSizes, VramPlan, plan_memory, plan_vram, ram_limit, vram_limit
+from runtime.budget import (
+    MemoryPlan,
+    ModelSizes,
+    VramPlan,
+    plan_memory,
+    plan_vram,
+    ram_limit,
+    vram_limit,
+)
 from runtime.errors import ContextLengthError, UserError
 from runtime.experts.copies import CudaCopier
 from runtime.experts.layout import PackedLayout
@@ -78,7 +86,7 @@ def _plan_vram(config: RunConfig, sizes: ModelSizes, device: torch.device) -> Vr
     tokens = min(tokens, config.model.context_tokens)
     plan = plan_vram(sizes, limit, tokens, passing_slots(copies), config.cache.vram_gib)
     if config.hw.vram_gib is not None:
-        torch.cuda.set_per_process_memory_fraction(limit / total, device)
+        torch.cuda.set_per_process_memory_fraction(limit / total)
     return plan
 
 

@@ -7,21 +7,23 @@ evicted: a row that is pinned (the route in use) and a row in flight (a read is 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
 
-from runtime.experts.layout import ExpertKey
+Key = TypeVar("Key", bound=Hashable)
 
 
-class ExpertCache:
-    """`num_rows` rows, least recently used first out."""
+class ExpertCache(Generic[Key]):
+    """`num_rows` rows, least recently used first out. A key names one expert."""
 
     def __init__(self, num_rows: int) -> None:
         if num_rows < 1:
             raise ValueError(f"a cache needs at least one row, got {num_rows}")
         self.num_rows = num_rows
-        self._row_of: OrderedDict[ExpertKey, int] = OrderedDict()  # oldest first
+        self._row_of: OrderedDict[Key, int] = OrderedDict()  # oldest first
         self._free = list(range(num_rows - 1, -1, -1))
-        self._pins: dict[ExpertKey, int] = {}
-        self._in_flight: set[ExpertKey] = set()
+        self._pins: dict[Key, int] = {}
+        self._in_flight: set[Key] = set()
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -30,37 +32,45 @@ class ExpertCache:
     def has_free_row(self) -> bool:
         return bool(self._free)
 
-    def keys(self) -> list[ExpertKey]:
+    def keys(self) -> list[Key]:
         """Return what is here, least recently used first."""
         return list(self._row_of)
 
-    def row_of(self, key: ExpertKey) -> int | None:
+    def row_of(self, key: Key) -> int | None:
         """Return the row of an expert that is here or on its way, without touching its age."""
         return self._row_of.get(key)
 
-    def is_in_flight(self, key: ExpertKey) -> bool:
+    def is_in_flight(self, key: Key) -> bool:
         return key in self._in_flight
 
-    def touch(self, key: ExpertKey) -> None:
+    def touch(self, key: Key) -> None:
         """Make an expert the most recently used."""
         self._row_of.move_to_end(key)
 
-    def demote(self, key: ExpertKey) -> None:
+    def demote(self, key: Key) -> None:
         """Make an expert the first to go: a guess that was wrong."""
         self._row_of.move_to_end(key, last=False)
 
-    def pin(self, key: ExpertKey) -> None:
+    def pin(self, key: Key) -> None:
         """Protect an expert from eviction; pins count."""
         if key not in self._row_of:
             raise KeyError(key)
         self._pins[key] = self._pins.get(key, 0) + 1
 
-    def unpin(self, key: ExpertKey) -> None:
+    def take(self, key: Key) -> int | None:
+        """Pin an expert, make it the most recently used and return its row; None when it is absent."""
+        row = self._row_of.get(key)
+        if row is not None:
+            self._row_of.move_to_end(key)
+            self._pins[key] = self._pins.get(key, 0) + 1
+        return row
+
+    def unpin(self, key: Key) -> None:
         self._pins[key] -= 1
         if not self._pins[key]:
             del self._pins[key]
 
-    def admit(self, key: ExpertKey) -> int | None:
+    def admit(self, key: Key) -> int | None:
         """Give an absent expert a row, as the most recent and in flight; None when every row is protected."""
         if key in self._row_of:
             raise ValueError(f"{key} is already in the cache")
@@ -76,11 +86,11 @@ class ExpertCache:
         self._in_flight.add(key)
         return row
 
-    def landed(self, key: ExpertKey) -> None:
+    def landed(self, key: Key) -> None:
         """Note that an admitted expert's bytes are all there."""
         self._in_flight.remove(key)
 
-    def drop(self, key: ExpertKey) -> None:
+    def drop(self, key: Key) -> None:
         """Forget an admitted expert whose read failed or was cancelled; its row is free again."""
         self._in_flight.remove(key)
         self._pins.pop(key, None)

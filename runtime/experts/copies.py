@@ -58,11 +58,11 @@ class CudaCopier:
         self._turn = 0
 
     def copy(self, slot: int, record: Tensor) -> None:
-        status = self._copy(
-            self._addresses[slot], record.data_ptr(), self._nbytes, self._handle
-        )
+        status = self._copy(self._addresses[slot], record.data_ptr(), self._nbytes, self._handle)
         if status != 0:
-            raise RuntimeError(f"a copy to VRAM slot {slot} was refused by the driver: CUresult {status}")
+            raise RuntimeError(
+                f"a copy to VRAM slot {slot} was refused by the driver: CUresult {status}"
+            )
 
     def mark(self) -> torch.cuda.Event:
         event = self._next_event()

@@ -10,17 +10,18 @@ may be written again: that wait is the event of the last reader.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
 from runtime.experts.cache import ExpertCache
 from runtime.experts.copies import Copier
-from runtime.experts.layout import ExpertKey
-from runtime.experts.streamer import ExpertSource, Wave
+from runtime.experts.streamer import ExpertSource, Wave, one_by_one
 
 BATCH_EXPERTS = 8  # of a prompt, copied and computed together
+KEY_STRIDE = 1 << 20  # more than a layer has experts
 ROUTES_KEPT = 2  # tokens' routes that the LRU tier holds of each layer it serves
 
 
@@ -54,18 +55,19 @@ class SlotExperts:
         self.kept_layers = min(num_layers, self.kept_slots // (ROUTES_KEPT * top_k))
         self._slots = list(copier.slots.unbind(0))
         self._nbytes = source.record_nbytes
-        self._pinned: list[tuple[ExpertCache, ExpertKey]] = []
-        self._early: set[ExpertKey] = set()  # copied ahead, not yet judged
-        self._early_mark: Any = None
         self._make_books()
 
     def _make_books(self) -> None:
-        self._pinned, self._early, self._early_mark = [], set(), None
-        # slots count from the passing ones: a book's row is a slot less its first
-        self._passing = ExpertCache(self._num_passing)
-        self._kept = ExpertCache(self.kept_slots) if self.kept_layers else None
+        self._pinned: list[tuple[ExpertCache[int], int]] = []
+        self._early: set[int] = set()  # keys copied ahead, not yet judged
+        self._early_mark: Any = None
+        # a book's row is a slot less its first; a key is layer * KEY_STRIDE + expert
+        self._passing: ExpertCache[int] = ExpertCache(self._num_passing)
+        self._kept: ExpertCache[int] | None = None
+        if self.kept_layers:
+            self._kept = ExpertCache(self.kept_slots)
 
-    def _book(self, layer: int) -> tuple[ExpertCache, int]:
+    def _book(self, layer: int) -> tuple[ExpertCache[int], int]:
         """Return the book of a layer's slots and the number of its first slot."""
         if self._kept is not None and layer < self.kept_layers:
             return self._kept, self._num_passing
@@ -73,68 +75,69 @@ class SlotExperts:
 
     # ---- decode -----------------------------------------------------------------------------------------------
 
-    def waves(
-        self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
-    ) -> Iterator[Wave]:
+    def waves(self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()) -> Iterator[Wave]:
         """Yield a layer's experts in lists, as `ExpertSource.waves`; each is launched before the next is asked for.
 
         What is launched after a list was yielded runs when its records are there.
         """
+        # what stands before the first wave keeps the GPU waiting
         book, first = self._book(layer)
-        self._release()
-        early = self._early
-        self._early = set()
+        if self._pinned:
+            self._release()
+        early, self._early = self._early, set()
         for key in early:
-            self._book(key.layer)[0].landed(key)
+            self._book(key // KEY_STRIDE)[0].landed(key)
         here: Wave = []
-        coming: Wave = []
-        elsewhere = []
-        for expert in ids:
-            key = ExpertKey(layer, expert)
-            row = book.row_of(key)
-            if row is None:
-                elsewhere.append(expert)
-                continue
-            book.pin(key)
-            self._pinned.append((book, key))
-            book.touch(key)
-            (coming if key in early else here).append((expert, self._slots[first + row]))
-        for key in early - {ExpertKey(layer, expert) for expert, _ in coming}:
-            self._book(key.layer)[0].demote(key)
-        self.counters.vram_hits += len(here) + len(coming)
-        self.counters.early_used += len(coming)
-        unknown = [e for e in guesses if self._book_row(layer + 1, e) is None] if guesses else ()
-        arrivals = self.source.waves(layer, elsewhere, unknown)
+        elsewhere = ids
+        if len(book):
+            elsewhere = []
+            for expert in ids:
+                key = layer * KEY_STRIDE + expert
+                row = book.take(key)
+                if row is None:
+                    elsewhere.append(expert)
+                    continue
+                self._pinned.append((book, key))
+                here.append((expert, self._slots[first + row]))
+                if key in early:
+                    early.remove(key)
+                    self.counters.early_used += 1
+        arrivals = self.source.waves(layer, elsewhere, self._absent(layer + 1, guesses))
         in_ram = next(arrivals)
         kept: Wave = []
         if book is self._kept and in_ram:
             kept, in_ram = self._keep(book, first, layer, in_ram)
-        self.counters.copied_nbytes += (len(in_ram) + len(kept)) * self._nbytes
-        mark = self._copier.mark() if kept else None
-        if here or in_ram:
-            yield here + in_ram
-        if self._early_mark is not None:  # also when no guess was right: behind it all early copies are done
+        # also when no guess was right: behind this layer all early copies are done
+        if self._early_mark is not None:
             self._copier.wait(self._early_mark)
             self._early_mark = None
-        if coming:
-            yield coming
+        if here or in_ram:
+            yield here + in_ram
+        self.counters.vram_hits += len(here)
+        self.counters.copied_nbytes += (len(in_ram) + len(kept)) * self._nbytes
+        for key in early:  # the wrong ones
+            self._book(key // KEY_STRIDE)[0].demote(key)
         if kept:
-            self._copier.wait(mark)
+            self._copier.wait(self._copier.mark())
             yield kept
-        for wave in arrivals:
+        for wave in filter(None, arrivals):
             self.counters.copied_nbytes += len(wave) * self._nbytes
             yield wave
         if self._early_copies and layer + 1 < self._num_layers:
             self._copy_ahead(layer + 1, guesses)
 
-    def _book_row(self, layer: int, expert: int) -> int | None:
-        return self._book(layer)[0].row_of(ExpertKey(layer, expert))
+    def _absent(self, layer: int, guesses: Iterable[int]) -> Iterator[int]:
+        """Yield the guesses that are in no slot, looked up when they are asked for."""
+        book, _ = self._book(layer)
+        return (e for e in guesses if book.row_of(layer * KEY_STRIDE + e) is None)
 
-    def _keep(self, book: ExpertCache, first: int, layer: int, records: Wave) -> tuple[Wave, Wave]:
+    def _keep(
+        self, book: ExpertCache[int], first: int, layer: int, records: Wave
+    ) -> tuple[Wave, Wave]:
         """Copy records into the LRU tier; return those that are copied, and those that found no slot."""
         kept, others = [], []
         for expert, record in records:
-            key = ExpertKey(layer, expert)
+            key = layer * KEY_STRIDE + expert
             row = book.admit(key)
             if row is None:
                 others.append((expert, record))
@@ -146,16 +149,16 @@ class SlotExperts:
             kept.append((expert, self._slots[first + row]))
         return kept, others
 
-    def _copy_ahead(self, layer: int, guesses: Sequence[int]) -> None:
+    def _copy_ahead(self, layer: int, guesses: Iterable[int]) -> None:
         """Copy the first few guesses that are in RAM and in no slot, behind what the layer before launched."""
         book, first = self._book(layer)
-        absent = [e for e in guesses if book.row_of(ExpertKey(layer, e)) is None]
-        found = self.source.ahead(layer, absent[: self._early_copies])
+        absent = list(islice(self._absent(layer, guesses), self._early_copies))
+        found = self.source.ahead(layer, absent)
         if not found:
             return
         self._copier.follow(self._copier.launched())  # required before speculative
         for expert, record in found:
-            key = ExpertKey(layer, expert)
+            key = layer * KEY_STRIDE + expert
             row = book.admit(key)
             if row is None:
                 break
@@ -189,7 +192,7 @@ class SlotExperts:
         self._early, self._early_mark = set(), None
         self._passing = ExpertCache(self._num_passing)
         if self._kept is not None:
-            for key in [k for k in self._kept.keys() if self._kept.is_in_flight(k)]:
+            for key in filter(self._kept.is_in_flight, self._kept.keys()):
                 self._kept.landed(key)
         self._copier.follow(self._copier.launched())
         size = self.batch_experts
@@ -217,17 +220,14 @@ class SlotExperts:
     # ---- the rest of an ExpertSource ----------------------------------------------------------------------------
 
     def fetch(
-        self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
+        self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()
     ) -> Iterator[tuple[int, Tensor]]:
-        for wave in self.waves(layer, ids, guesses):
-            yield from wave
+        yield from one_by_one(self.waves(layer, ids, guesses))
 
     def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
         return self.source.ahead(layer, ids)
 
-    def sweep(
-        self, layer: int, ids: Sequence[int], hold: int = 1
-    ) -> Iterator[tuple[int, Tensor]]:
+    def sweep(self, layer: int, ids: Sequence[int], hold: int = 1) -> Iterator[tuple[int, Tensor]]:
         """Yield records in RAM, as they are for a CPU."""
         return self.source.sweep(layer, ids, hold)
 

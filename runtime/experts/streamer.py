@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -22,7 +22,6 @@ from runtime.experts.reader import DirectReader
 from runtime.experts.schedule import ReadJob
 from runtime.stats import ExpertCounters
 
-
 Wave = list[tuple[int, Tensor]]
 
 
@@ -31,26 +30,23 @@ class ExpertSource(Protocol):
 
     counters: ExpertCounters
 
-    def waves(
-        self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
-    ) -> Iterator[Wave]:
-        """Yield `ids` (distinct, in router order) with their records in lists: what is there already, perhaps
-        nothing; then, as it arrives, all that has arrived. Valid until the next call.
+    def waves(self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()) -> Iterator[Wave]:
+        """Yield `ids` (distinct, in router order) with their records in lists: first what is there already; then, as
+        it arrives, all that has arrived. A list may be empty. Valid until the next call.
 
-        `guesses`: likely experts of layer + 1, best first; they may be read ahead in the gap.
+        `guesses`: likely experts of layer + 1, best first; they may be read ahead in the gap, and are asked for after
+        the first list, which is wanted soon.
         """
 
     def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
         """Return those of `ids` whose records are there already, valid until the call after the next of `waves`."""
 
     def fetch(
-        self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
+        self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield what `waves` does, one by one."""
 
-    def sweep(
-        self, layer: int, ids: Sequence[int], hold: int = 1
-    ) -> Iterator[tuple[int, Tensor]]:
+    def sweep(self, layer: int, ids: Sequence[int], hold: int = 1) -> Iterator[tuple[int, Tensor]]:
         """Yield each of `ids` once, in the order given; what decoding keeps warm stays warm.
 
         A record is valid until `hold` more have been asked for (at most `max_hold`).
@@ -69,6 +65,16 @@ class ExpertSource(Protocol):
         """Make the records readable by the GPU where they are. Once, before the first fetch."""
 
     def close(self) -> None: ...
+
+
+def one_by_one(waves: Iterator[Wave]) -> Iterator[tuple[int, Tensor]]:
+    """Yield what is in the lists; what is read ahead is on its way before the first is computed."""
+    first = next(waves)
+    second = next(waves, [])
+    yield from first
+    yield from second
+    for wave in waves:
+        yield from wave
 
 
 class _Ahead(NamedTuple):
@@ -101,7 +107,10 @@ class ExpertStreamer:
         self._staging = range(cache_rows, cache_rows + sweep_rows)
         self._prefetch_experts = prefetch_experts
         self._ahead_rows = ahead_rows
-        self.cache = ExpertCache(cache_rows)
+        self.cache: ExpertCache[ExpertKey] = ExpertCache(cache_rows)
+        self._keys = [
+            [ExpertKey(i, e) for e in range(layout.num_experts)] for i in range(layout.num_layers)
+        ]
         self.counters = ExpertCounters()
         self._jobs: dict[
             ExpertKey, ReadJob
@@ -138,34 +147,34 @@ class ExpertStreamer:
     # ---- decode -----------------------------------------------------------------------------------------------
 
     def fetch(
-        self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
+        self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()
     ) -> Iterator[tuple[int, Tensor]]:
-        for wave in self.waves(layer, ids, guesses):
-            yield from wave
+        yield from one_by_one(self.waves(layer, ids, guesses))
 
-    def waves(
-        self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
-    ) -> Iterator[Wave]:
-        keys = [ExpertKey(layer, expert) for expert in ids]
+    def waves(self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()) -> Iterator[Wave]:
+        # what stands before the first wave keeps the GPU waiting
+        all_keys = self._keys[layer]
+        keys = [all_keys[expert] for expert in ids]
         self._settle()
-        self._judge_guesses(keys)
+        if self._guesses:
+            self._judge_guesses(keys)
         pinned = self._open_pins()
         waiting: dict[ExpertKey, ReadJob] = {}
-        ready: list[ExpertKey] = []
+        ready: Wave = []
         missing: list[ExpertKey] = []
+        take, jobs, records = self.cache.take, self._jobs, self._arena.records
         # the whole route is pinned before anything is admitted: a miss must not evict a hit of its own layer
         for key in keys:
-            if self.cache.row_of(key) is None:
+            row = take(key)
+            if row is None:
                 missing.append(key)
                 continue
-            self.cache.pin(key)
             pinned.append(key)
-            self.cache.touch(key)
-            if key in self._jobs:
-                self._reader.promote(self._jobs[key])
-                waiting[key] = self._jobs[key]
+            if key in jobs:
+                self._reader.promote(jobs[key])
+                waiting[key] = jobs[key]
             else:
-                ready.append(key)
+                ready.append((key.expert, records[row]))
         for key in missing:
             waiting[key] = self._read(key, is_required=True)
             self.cache.pin(key)
@@ -173,8 +182,9 @@ class ExpertStreamer:
         self.counters.hits += len(ready)
         self.counters.late += len(keys) - len(ready) - len(missing)
         self.counters.misses += len(missing)
+        yield ready
         self._guess(layer + 1, guesses)
-        yield [(key.expert, self._record(key)) for key in ready]
+        yield []
         while waiting:
             yield [(key.expert, self._record(key)) for key in self._next_arrivals(waiting)]
 
@@ -244,7 +254,7 @@ class ExpertStreamer:
 
     # ---- guesses ----------------------------------------------------------------------------------------------
 
-    def _guess(self, layer: int, guesses: Sequence[int]) -> None:
+    def _guess(self, layer: int, guesses: Iterable[int]) -> None:
         """Queue reads of the first few guesses that are in no tier; they run in the gap."""
         left = self._prefetch_experts if layer < self._layout.num_layers else 0
         for expert in guesses:
@@ -280,9 +290,7 @@ class ExpertStreamer:
 
     # ---- prefill ----------------------------------------------------------------------------------------------
 
-    def sweep(
-        self, layer: int, ids: Sequence[int], hold: int = 1
-    ) -> Iterator[tuple[int, Tensor]]:
+    def sweep(self, layer: int, ids: Sequence[int], hold: int = 1) -> Iterator[tuple[int, Tensor]]:
         if not 1 <= hold <= self.max_hold:
             raise ValueError(f"hold must be 1 to {self.max_hold}, got {hold}")
         self._settle()
@@ -304,11 +312,7 @@ class ExpertStreamer:
                     self._wait_for(current.job)
                     if current.job.error is not None:
                         raise current.job.error
-                if current.staging is None:
-                    record = self._record(current.key)
-                else:
-                    record = self._arena.records[current.staging]
-                yield current.key.expert, record
+                yield current.key.expert, self._record_of(current)
                 held.append(current)
                 if len(held) >= hold:
                     old = held.popleft()
@@ -319,6 +323,9 @@ class ExpertStreamer:
                         free.append(old.staging)
         finally:
             self._release(pinned)
+
+    def _record_of(self, item: _Ahead) -> Tensor:
+        return self._record(item.key) if item.staging is None else self._arena.records[item.staging]
 
     def _look_ahead(self, key: ExpertKey, free: deque[int], pinned: list[ExpertKey]) -> _Ahead:
         if self.cache.row_of(key) is not None:
@@ -416,14 +423,11 @@ class ResidentExperts:
         return self._num_experts
 
     def fetch(
-        self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
+        self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()
     ) -> Iterator[tuple[int, Tensor]]:
-        for wave in self.waves(layer, ids, guesses):
-            yield from wave
+        yield from one_by_one(self.waves(layer, ids, guesses))
 
-    def waves(
-        self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
-    ) -> Iterator[Wave]:
+    def waves(self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()) -> Iterator[Wave]:
         del guesses  # there is nothing to read ahead
         self.counters.hits += len(ids)
         yield self.ahead(layer, ids)
@@ -432,9 +436,7 @@ class ResidentExperts:
         first = layer * self._num_experts
         return [(expert, self._arena.records[first + expert]) for expert in ids]
 
-    def sweep(
-        self, layer: int, ids: Sequence[int], hold: int = 1
-    ) -> Iterator[tuple[int, Tensor]]:
+    def sweep(self, layer: int, ids: Sequence[int], hold: int = 1) -> Iterator[tuple[int, Tensor]]:
         del hold  # every record is valid for ever
         yield from self.ahead(layer, ids)
 

@@ -72,8 +72,10 @@ def _cut_pairs(counts: Sequence[int], limit: int) -> Iterator[list[tuple[int, in
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Return one matrix of the rows of `parts`; no copy where they lie one behind the other."""
     first, end = parts[0], 0
+    memory = first.untyped_storage().data_ptr()
     for part in parts:
-        if part.data_ptr() != first.data_ptr() + end or part.dtype != first.dtype:
+        is_next = part.untyped_storage().data_ptr() == memory
+        if not is_next or part.data_ptr() != first.data_ptr() + end or part.dtype != first.dtype:
             raw = torch.cat([part.contiguous().view(torch.uint8) for part in parts])
             return raw.view(first.dtype).view(-1, *first.shape[1:])
         end += part.nbytes
@@ -262,9 +264,7 @@ class Attention:
             gain("indexer.k_layernorm"),
         )
 
-    def __call__(
-        self, x: Tensor, state: QwenState, start: int, cos: Tensor, sin: Tensor
-    ) -> Tensor:
+    def __call__(self, x: Tensor, state: QwenState, start: int, cos: Tensor, sin: Tensor) -> Tensor:
         """x: [T, H], from position `start`.  cos, sin: [T, rotary_dim / 2] of these positions.  Returns [T, H]."""
         tokens, cache = x.shape[0], state.attention[self.layer]
         q, k, v, gate, index_q, raw = self.project(x, cos, sin)
@@ -393,7 +393,7 @@ class Moe:
             routed = self._decode(x, ids[0], weights[0], experts, ahead)
         else:
             routed = self._prefill(x, ids, weights, experts)
-        return (routed + self.share(x)).to(x.dtype)
+        return routed.add_(self.share(x)).to(x.dtype)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts [T, k] int64, best first, and their weights [T, k] fp32, which sum to one."""
@@ -576,9 +576,10 @@ class QwenModel:
         residual = hidden.unsqueeze(1).repeat(1, spec.streams, 1)
         positions = torch.arange(state.position, state.position + len(tokens), device=device)
         cos, sin = ops.rope_tables(positions, spec.rotary_dim, spec.rope_theta)
+        del hidden
         chunks = [slice(at, at + CHUNK_TOKENS) for at in range(0, len(tokens), CHUNK_TOKENS)]
-        x = torch.empty_like(hidden)
-        amounts = hidden.new_empty(len(tokens), spec.streams, 1)
+        x = residual.new_empty(len(tokens), spec.hidden)
+        amounts = residual.new_empty(len(tokens), spec.streams, 1)
         for layer, block in enumerate(self.blocks):
             if layer == spec.ple_layer:
                 raw = self.rows.collect(request).view(len(tokens), -1)

@@ -6,14 +6,14 @@ see these would not see the real ones either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
 
 from runtime.experts.layout import Nvfp4Shape
-from runtime.experts.streamer import ExpertSource, Wave
+from runtime.experts.streamer import ExpertSource, Wave, one_by_one
 from runtime.models.qwen import QwenModel
 
 
@@ -29,21 +29,16 @@ class DamagedExperts:
         self._source, self._change_record, self._change_id = source, change_record, change_id
         self.counters = source.counters
 
-    def waves(
-        self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
-    ) -> Iterator[Wave]:
+    def waves(self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()) -> Iterator[Wave]:
         for wave in self._source.waves(layer, [self._change_id(e) for e in ids], guesses):
             yield list(self._changed(ids, iter(wave)))
 
     def fetch(
-        self, layer: int, ids: Sequence[int], guesses: Sequence[int] = ()
+        self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()
     ) -> Iterator[tuple[int, Tensor]]:
-        for wave in self.waves(layer, ids, guesses):
-            yield from wave
+        yield from one_by_one(self.waves(layer, ids, guesses))
 
-    def sweep(
-        self, layer: int, ids: Sequence[int], hold: int = 1
-    ) -> Iterator[tuple[int, Tensor]]:
+    def sweep(self, layer: int, ids: Sequence[int], hold: int = 1) -> Iterator[tuple[int, Tensor]]:
         changed = [self._change_id(e) for e in ids]
         return self._changed(ids, self._source.sweep(layer, changed, hold))
 
@@ -55,7 +50,8 @@ class DamagedExperts:
             yield asked_as[expert], self._change_record(record)
 
     def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
-        return []  # nothing is worth keeping ready
+        changed = [self._change_id(e) for e in ids]
+        return list(self._changed(ids, iter(self._source.ahead(layer, changed))))
 
     @property
     def max_hold(self) -> int:

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference as ops
+from kernels import reference_attention
+from kernels.attention_token import scratch_shapes
 from kernels.fp8_matvec import linear, linear_pair
 from runtime.models.qwen_state import AttentionState, QwenState
 
@@ -44,10 +46,12 @@ class Decoder:
         self._read: Any = ops
         self._delta: Any = ops
         self._moe: Any = ops
+        self._attention: Any = reference_attention
         if device.type == "cuda":  # the Triton twins
-            from kernels import delta_rule, hyper_connection, moe_token
+            from kernels import attention_token, delta_rule, hyper_connection, moe_token
 
             self._read, self._delta, self._moe = hyper_connection, delta_rule, moe_token
+            self._attention = attention_token
 
         def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -57,7 +61,6 @@ class Decoder:
             return host.pin_memory() if device.type == "cuda" else host
 
         positions = torch.arange(capacity, device=device)
-        self.positions = positions
         self.cos, self.sin = ops.rope_tables(positions, spec.rotary_dim, spec.rope_theta)
         # inputs: token and position, its embedding, n-gram rows, addresses of experts; output: routes and guesses
         self.host_in, self.dev_in = pinned(2), buffer(2, dtype=torch.int64)
@@ -84,6 +87,16 @@ class Decoder:
         self.inner = buffer(spec.top_k, spec.intermediate, dtype=torch.float32)
         self.rows = buffer(spec.top_k, spec.hidden, dtype=torch.float32)
         self.logits = buffer(1, spec.vocab_size, dtype=torch.float32)
+        # of the attention layers
+        self.q, self.index_q = (
+            buffer(spec.heads, spec.head_dim),
+            buffer(spec.index_heads, spec.index_dim),
+        )
+        self.block_scores = buffer(self.num_blocks, dtype=torch.float32)
+        self.chosen = buffer(self.num_blocks, dtype=torch.int8)
+        shapes = scratch_shapes(spec.heads, spec.head_dim, capacity)
+        self.partials = [buffer(*shape, dtype=torch.float32) for shape in shapes.values()]
+        self.attended = buffer(1, spec.heads * spec.head_dim)
         # the state of one conversation
         self.static = QwenState(spec, dtype, device)
         for layer in self.static.attention:
@@ -257,29 +270,22 @@ class Decoder:
         return linear(out, *block.out)
 
     def _attend(self, block: Attention, layer: int, x: Tensor) -> Tensor:
-        spec, size, position = self.spec, self.spec.block_tokens, self.dev_in[1:]
-        cache = self.static.attention[layer]
-        cos, sin = self.cos.index_select(0, position), self.sin.index_select(0, position)
-        q, k, v, gate, index_q, raw = block.project(x, cos, sin)
-        cache.keys.index_copy_(0, position, k)
-        cache.values.index_copy_(0, position, v)
-        cache.open_block.index_copy_(0, position % size, raw)
-        # the key of the open block is written each time and right when the block is complete; only then it is used
-        number = position // size
-        start = number * size
-        pooled = block.pool(
-            cache.open_block.unsqueeze(0),
-            self.cos.index_select(0, start),
-            self.sin.index_select(0, start),
+        spec, position, cache = self.spec, self.dev_in[1:], self.static.attention[layer]
+        projected = F.linear(x, block.in_proj)
+        self._attention.prepare_token(
+            projected, position, self.cos, self.sin, block.gain_q, block.gain_k, block.gain_index_q,
+            block.gain_index_k, cache.keys, cache.values, cache.open_block, cache.pooled, self.q, self.index_q,
+            spec.eps,
+        )  # fmt: skip
+        budget, size = spec.index_blocks, spec.block_tokens
+        self._attention.choose_blocks(
+            self.index_q, cache.pooled, position, self.block_scores, self.chosen, budget, size
         )
-        cache.pooled.index_copy_(0, number, pooled)
-        num_complete = (position + 1) // size
-        complete = (self.positions[: self.num_blocks] < num_complete).unsqueeze(0)
-        chosen = ops.top_blocks(block.score(index_q, cache.pooled), complete, spec.index_blocks)
-        chosen = chosen.unsqueeze(-1).expand(-1, -1, size).reshape(1, -1)
-        is_open = (self.positions >= num_complete * size) & (self.positions <= position)
-        out = ops.attention(q, cache.keys, cache.values, chosen | is_open)
-        return F.linear((out * torch.sigmoid(gate)).flatten(1), block.out)
+        self._attention.attend_token(
+            self.q, projected, cache.keys, cache.values, self.chosen, position, *self.partials, self.attended,
+            budget, size,
+        )  # fmt: skip
+        return F.linear(self.attended, block.out)
 
     # ---- whose state is in the buffers ----------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels import nvfp4_expert, reference
+from runtime.engine import Engine
 from runtime.experts.arena import HostArena
 from runtime.sampling import SamplingParams
 from runtime.session import Session
@@ -85,27 +86,74 @@ def test_fp32_engine_gives_the_golden_answers(open_tiny, tiny_qwen, ram_gib: flo
         assert tokens == question["answer_ids"]
 
 
+@pytest.fixture(scope="module")
+def wanted_logits(tiny_files, make_config, heldout_tokens):
+    """Logits of a prompt and 200 decoded tokens with every expert in memory, in bf16."""
+    config = make_config(**{"hw.device": "cuda", "cache.vram_gib": 0.0, "hw.graphs": False})
+    engine = Engine.open(config, tiny_files, is_resident=True)
+    yield logits_of(engine, heldout_tokens)
+    engine.close()
+
+
+def logits_of(engine, tokens):
+    prompt, rest = tokens[:80], tokens[80:280]
+    assert len(rest) == 200
+    state = engine.new_state()
+    rows = [engine.model.prefill(prompt, state)]
+    rows += [engine.model.decode(token, state) for token in rest]
+    return torch.cat(rows)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {"cache.ram_gib": 0.0, "prefetch.experts": 4},
+        {"cache.ram_gib": 0.0, "prefetch.experts": 0, "cache.vram_gib": 0.0},
         {"cache.ram_gib": 0.002, "prefetch.experts": 2},
+        {"cache.ram_gib": 0.002, "prefetch.experts": 2, "prefetch.copy": 3},
+        {
+            "cache.ram_gib": 0.002,
+            "prefetch.experts": 0,
+            "prefetch.copy": 16,
+            "cache.vram_gib": 0.002,
+        },
         {"cache.ram_gib": 1.0, "hw.drive.window": 4, "hw.drive.pieces": 1},
-        {"cache.ram_gib": 0.002, "hw.graphs": False},
+        {"cache.ram_gib": 1.0, "prefetch.copy": 10, "cache.vram_gib": 0.0},
+        {"cache.ram_gib": 1.0, "prefetch.copy": 4, "cache.vram_gib": 0.001},
+        {"cache.ram_gib": 0.002, "prefetch.copy": 4, "hw.graphs": False},
+        {
+            "cache.ram_gib": 0.002,
+            "hw.drive.simulate_gib_s": 0.1,
+            "hw.drive.simulate_latency_us": 200.0,
+        },
     ],
 )
-def test_streamed_equals_resident_on_the_gpu(open_tiny, heldout_tokens, settings):
-    """bf16, prompt and 100 decoded tokens: every logit equal, bit for bit."""
-    prompt, rest = heldout_tokens[:80], heldout_tokens[80:180]
+def test_streamed_equals_resident_on_the_gpu(open_tiny, wanted_logits, heldout_tokens, settings):
+    """Prompt and 200 decoded tokens, twice on one engine: every logit equal, bit for bit."""
+    engine = open_tiny(**{"hw.device": "cuda", **settings})
+    for _ in range(2):
+        assert torch.equal(logits_of(engine, heldout_tokens), wanted_logits)
+    counters = engine.counters().experts
+    if settings.get("prefetch.copy"):
+        assert counters.early_used > 0
+    if settings.get("cache.vram_gib") != 0.0:
+        assert counters.vram_hits > 0
 
-    def logits_of(engine):
+
+def test_gpu_engine_is_the_cpu_engine(open_tiny, heldout_tokens):
+    """fp32 on both: prompt and 60 decoded tokens, the same choice everywhere; sums run in another order."""
+    prompt, rest = heldout_tokens[:300], heldout_tokens[300:360]
+    found = []
+    for device in ("cpu", "cuda"):
+        engine = open_tiny(**{"hw.device": device, "hw.dtype": "float32"})
         state = engine.new_state()
-        rows = [engine.model.prefill(prompt, state)]
-        rows += [engine.model.decode(token, state) for token in rest]
-        return torch.cat(rows)
-
-    wanted = logits_of(open_tiny(is_resident=True, **{"hw.device": "cuda"}))
-    assert torch.equal(logits_of(open_tiny(**{"hw.device": "cuda", **settings})), wanted)
+        rows = [engine.model.prefill(prompt, state, all_logits=True).cpu()]
+        rows += [engine.model.decode(token, state).cpu() for token in rest]
+        found.append(torch.cat(rows))
+    wanted, rows = found
+    print(f"largest difference of a logit: {float((rows - wanted).abs().max()):.2e}")
+    assert torch.equal(rows.argmax(-1), wanted.argmax(-1))
+    assert float((rows - wanted).abs().max()) < 1e-3
 
 
 def test_bf16_engine_chooses_as_fp32_does_nearly_always(open_tiny, heldout_tokens):

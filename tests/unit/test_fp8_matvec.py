@@ -33,10 +33,20 @@ def test_kernel_is_the_reference(rows: int, columns: int):
 def test_two_matrices_in_one_launch(others: int):
     generator = torch.Generator().manual_seed(1)
     weight, scale = fp8_rows_quantize(torch.randn(21, 160, generator=generator))
-    other, x = torch.randn(others, 160, generator=generator), torch.randn(1, 160, generator=generator)
-    out, other_out = torch.full((1, 21), torch.nan).to(DEVICE), torch.full((1, others), torch.nan).to(DEVICE)
-    fp8_matvec._launch(x.to(DEVICE), weight.to(DEVICE), scale.to(DEVICE), out, other.to(DEVICE), other_out)
-    for found, wanted in zip((out, other_out), reference.linear_pair(x, weight, scale, other), strict=True):
+    other, x = (
+        torch.randn(others, 160, generator=generator),
+        torch.randn(1, 160, generator=generator),
+    )
+    out, other_out = (
+        torch.full((1, 21), torch.nan).to(DEVICE),
+        torch.full((1, others), torch.nan).to(DEVICE),
+    )
+    fp8_matvec._launch(
+        x.to(DEVICE), weight.to(DEVICE), scale.to(DEVICE), out, other.to(DEVICE), other_out
+    )
+    for found, wanted in zip(
+        (out, other_out), reference.linear_pair(x, weight, scale, other), strict=True
+    ):
         assert float((found.cpu() - wanted).norm() / wanted.norm()) < 2e-6
 
 

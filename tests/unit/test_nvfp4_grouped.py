@@ -21,8 +21,8 @@ from tests.unit.test_nvfp4_kernel import DEVICE, make_case
 # of a row's norm: fp32 sums in another order, on tensor cores from three bf16 parts of each fp32 number
 TOLERANCE = 5e-6
 # two parts of the inner values leave 2^-18 of them, or 2^-16 in the interpreter, which cuts bf16 off; a row's own sum
-# may be small beside its terms
-TOLERANCE_BF16 = 2e-5 if DEVICE == "cuda" else 6e-5
+# may be small beside its terms: of 16 inner columns 3.3e-5 was seen on a GPU, of 640 it is 8.5e-6
+TOLERANCE_BF16 = 6e-5
 NAN = float("nan")
 
 

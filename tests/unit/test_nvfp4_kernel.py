@@ -137,8 +137,8 @@ def compile_for(name: str, capability: int, has_cvt: bool) -> str:
         "hidden": 2560,
         "intermediate": 640,
         "has_cvt": has_cvt,
-        "block_rows": 16,
-        "block_groups": 32,
+        "block_rows": nvfp4_expert.BLOCK_ROWS,
+        **nvfp4_expert._blocks(2560 if name == "_gate_up_kernel" else 640),
     }
     signature = {arg: SIGNATURES[name].get(arg, "constexpr") for arg in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=sizes)

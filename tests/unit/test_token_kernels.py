@@ -43,9 +43,7 @@ def test_hyper_connection_read(
     for kernels in (hyper_connection, reference):
         moved, x = torch.empty_like(residual), random(1, hidden, seed=7, dtype=dtype)
         share = random(1, streams, 1, seed=8, dtype=dtype)
-        kernels.read_token(
-            residual, amount, y, gain, down_inject, up, moved, x, share, 1e-6
-        )
+        kernels.read_token(residual, amount, y, gain, down_inject, up, moved, x, share, 1e-6)
         outs.append((moved, x, share))
     for found, wanted in zip(*outs, strict=True):
         # a fused multiply-add rounds once where torch rounds twice
@@ -118,13 +116,18 @@ def test_block_input_shared_expert_and_sum(
 
     x, ratio = random(1, hidden, seed=1, dtype=dtype), 1 + 0.1 * random(hidden, seed=9, dtype=dtype)
     router, next_router = matrix(experts, hidden, 10), matrix(experts, hidden, 11)
-    gate, up, shared_gate = (matrix(n, hidden, s) for n, s in ((intermediate, 2), (intermediate, 3), (1, 5)))
+    gate, up, shared_gate = (
+        matrix(n, hidden, s) for n, s in ((intermediate, 2), (intermediate, 3), (1, 5))
+    )
     down = matrix(hidden, intermediate, 4)
     weights, rows = random(1, 6, seed=6).softmax(-1), random(6, hidden, seed=7)
     outs = []
     for kernels in (moe_token, reference):
         logits, guesses = (random(1, experts, seed=s, dtype=dtype) for s in (20, 21))
-        inner, share = random(1, intermediate, seed=22, dtype=dtype), random(1, 1, seed=23, dtype=dtype)
+        inner, share = (
+            random(1, intermediate, seed=22, dtype=dtype),
+            random(1, 1, seed=23, dtype=dtype),
+        )
         shared, out = torch.empty_like(x), torch.empty_like(x)
         kernels.mlp_in_token(
             x, router, ratio if has_guesses else None, next_router if has_guesses else None, gate, up, shared_gate,

@@ -1,0 +1,264 @@
+"""The VRAM tier against two GPU streams that run as late and as unevenly as they may.
+
+`Gpu` queues what a stream would: nothing runs before it must (an event that is waited for, the host that waits for a
+route), or before hypothesis says so. A record that is overwritten too early, a slot that is read before its copy, an
+order that is not kept: all show as wrong bytes in a launch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.experts.slots import BATCH_EXPERTS, SlotExperts, passing_slots
+from runtime.experts.streamer import one_by_one
+from runtime.stats import ExpertCounters
+
+LAYERS, EXPERTS, ROUTE, NBYTES = 5, 12, 3, 16
+
+
+def content(layer: int, expert: int) -> torch.Tensor:
+    return torch.full((NBYTES,), layer * EXPERTS + expert, dtype=torch.uint8)
+
+
+class Gpu:
+    """A computing stream and a copy stream; also the `Copier` of the slots."""
+
+    def __init__(self, num_slots: int, rng: random.Random) -> None:
+        self.slots = torch.full((num_slots, NBYTES), 255, dtype=torch.uint8)
+        self.queues = {"compute": deque(), "copy": deque()}
+        self.reached: set[int] = set()
+        self.rng, self.marks = rng, 0
+        self.launches = 0
+
+    # ---- what is queued
+    def copy(self, slot: int, record: torch.Tensor) -> None:
+        self.queues["copy"].append(("run", lambda: self.slots[slot].copy_(record)))
+
+    def mark(self) -> int:
+        return self._mark("copy")
+
+    def launched(self) -> int:
+        return self._mark("compute")
+
+    def wait(self, mark: int) -> None:
+        self.queues["compute"].append(("wait", mark))
+
+    def follow(self, mark: int) -> None:
+        self.queues["copy"].append(("wait", mark))
+
+    def synchronize(self, mark: int) -> None:
+        while mark not in self.reached:
+            assert self._advance("copy") or self._advance("compute"), "a mark is never reached"
+
+    def launch(self, layer: int, wave) -> None:
+        """An expert kernel: reads every record when it runs."""
+        self.launches += 1
+
+        def check() -> None:
+            for expert, record in wave:
+                assert torch.equal(record, content(layer, expert)), (layer, expert, record[0])
+
+        self.queues["compute"].append(("run", check))
+
+    def _mark(self, stream: str) -> int:
+        self.marks += 1
+        self.queues[stream].append(("mark", self.marks))
+        return self.marks
+
+    # ---- what runs
+    def _advance(self, stream: str) -> bool:
+        queue = self.queues[stream]
+        if not queue:
+            return False
+        what, item = queue[0]
+        if what == "wait" and item not in self.reached:
+            return False
+        queue.popleft()
+        if what == "run":
+            item()
+        elif what == "mark":
+            self.reached.add(item)
+        return True
+
+    def some(self) -> None:
+        for _ in range(self.rng.randrange(4)):
+            self._advance(self.rng.choice(["compute", "copy"]))
+
+    def finish_compute(self) -> None:
+        """The host waits for a route: all that was launched has run; copies only as far as that needs them."""
+        while self.queues["compute"]:
+            assert self._advance("compute") or self._advance("copy"), "the GPU hangs"
+
+    def finish(self) -> None:
+        while self._advance("compute") or self._advance("copy"):
+            pass
+        assert not any(self.queues.values()), "the GPU hangs"
+
+
+class Source:
+    """Experts in RAM, of which some come late; takes its records back, and scribbles over them, as soon as it may."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.counters, self.rng = ExpertCounters(), rng
+        self.lent: list[torch.Tensor] = []
+        self.ahead_lent: list[torch.Tensor] = []
+        self.ahead_before: list[torch.Tensor] = []
+        self.asked: list[tuple[int, int]] = []
+        self.guessed: list[int] = []
+
+    record_nbytes, max_hold = NBYTES, 4
+
+    def _give(self, layer: int, expert: int, lent: list[torch.Tensor]):
+        record = content(layer, expert)
+        lent.append(record)
+        return expert, record
+
+    def waves(self, layer, ids, guesses=()):
+        for record in self.lent + self.ahead_before:
+            record.fill_(254)
+        self.lent, self.ahead_before, self.ahead_lent = [], self.ahead_lent, []
+        self.asked += [(layer, e) for e in ids]
+        ids = list(ids)
+        self.rng.shuffle(ids)
+        cut = self.rng.randrange(len(ids) + 1)
+        yield [self._give(layer, e, self.lent) for e in ids[:cut]]
+        self.guessed = list(guesses)
+        yield []
+        for expert in ids[cut:]:
+            yield [self._give(layer, expert, self.lent)]
+
+    def ahead(self, layer, ids):
+        here = [e for e in ids if self.rng.random() < 0.8]
+        return [self._give(layer, e, self.ahead_lent) for e in here]
+
+    def sweep(self, layer, ids, hold=1):
+        held: deque[torch.Tensor] = deque()
+        for expert in ids:
+            if len(held) == hold:
+                held.popleft().fill_(254)
+            item = self._give(layer, expert, [])
+            yield item
+            held.append(item[1])
+
+    def forget(self):
+        pass
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    early=st.integers(0, 4),
+    kept=st.integers(0, 3 * LAYERS * ROUTE),
+    seed=st.integers(0, 2**32),
+    plan=st.lists(
+        st.sampled_from(["token"] * 6 + ["prompt", "stop", "forget"]), min_size=2, max_size=14
+    ),
+)
+def test_every_launch_reads_the_right_bytes(early, kept, seed, plan):
+    rng = random.Random(seed)
+    gpu, source = Gpu(passing_slots(early) + kept, rng), Source(rng)
+    experts = SlotExperts(source, gpu, LAYERS, ROUTE, early)
+    before = ExpertCounters()
+    for step in plan:
+        if step == "forget":
+            gpu.finish()
+            experts.forget()
+        elif step == "prompt":
+            for layer in range(LAYERS):
+                gpu.finish_compute()
+                ids = sorted(rng.sample(range(EXPERTS), rng.randrange(1, EXPERTS)))
+                seen = []
+                for wave in experts.batches(layer, ids):
+                    gpu.launch(layer, wave)
+                    seen += [expert for expert, _ in wave]
+                    gpu.some()
+                assert seen == ids
+        else:
+            guesses = rng.sample(range(EXPERTS), 6)
+            for layer in range(LAYERS if step == "token" else rng.randrange(1, LAYERS)):
+                gpu.finish_compute()
+                # guesses are often right
+                route = rng.sample(guesses, 2) if rng.random() < 0.7 else []
+                route += rng.sample(
+                    [e for e in range(EXPERTS) if e not in route], ROUTE - len(route)
+                )
+                guesses = rng.sample(range(EXPERTS), 6)
+                source.asked.clear()
+                seen = []
+                for wave in experts.waves(layer, route, guesses):
+                    assert wave, "an empty launch"
+                    gpu.launch(layer, wave)
+                    seen += [expert for expert, _ in wave]
+                    gpu.some()
+                assert sorted(seen) == sorted(route)  # each once, from one place
+                assert {e for _, e in source.asked} <= set(route)
+                assert set(source.guessed) <= set(guesses)
+                counted = experts.counters.since(before)
+                assert counted.vram_hits == ROUTE - len(source.asked)
+                before = experts.counters.copy()
+                gpu.some()
+    gpu.finish()
+    assert experts.counters.early_used <= experts.counters.early_issued
+
+
+def run_token(gpu, experts, routes, guesses=None):
+    """Decode one token; return the VRAM hits of each layer."""
+    hits = []
+    for layer, route in enumerate(routes):
+        gpu.finish_compute()
+        before = experts.counters.vram_hits
+        for wave in experts.waves(layer, route, guesses[layer] if guesses else ()):
+            gpu.launch(layer, wave)
+        hits.append(experts.counters.vram_hits - before)
+    return hits
+
+
+class Ready(Source):
+    """Everything is in RAM."""
+
+    def waves(self, layer, ids, guesses=()):
+        yield [self._give(layer, e, self.lent) for e in ids]
+
+    def ahead(self, layer, ids):
+        return [self._give(layer, e, self.ahead_lent) for e in ids]
+
+
+@pytest.mark.parametrize("kept_layers", range(LAYERS + 1))
+def test_as_many_layers_are_kept_as_hold_two_routes(kept_layers: int):
+    """An LRU over all layers that is smaller than a token's cycle would find nothing at all."""
+    gpu = Gpu(passing_slots(0) + kept_layers * 2 * ROUTE + 1, random.Random(0))
+    experts = SlotExperts(Ready(random.Random(0)), gpu, LAYERS, ROUTE)
+    assert experts.kept_layers == kept_layers
+    routes = [[1, 2, 3]] * LAYERS
+    assert run_token(gpu, experts, routes) == [0] * LAYERS
+    assert run_token(gpu, experts, routes) == [ROUTE] * kept_layers + [0] * (LAYERS - kept_layers)
+
+
+def test_right_guesses_are_hits_and_wrong_ones_go_first():
+    gpu = Gpu(passing_slots(2), random.Random(0))
+    experts = SlotExperts(Ready(random.Random(0)), gpu, LAYERS, ROUTE, early_copies=2)
+    routes = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 2, 3], [4, 5, 6]]
+    guesses = [[4, 0, 5], [0, 11, 10], [1, 2, 3], [4, 5, 6], []]
+    assert run_token(gpu, experts, routes, guesses) == [0, 1, 0, 2, 2]
+    assert (experts.counters.early_issued, experts.counters.early_used) == (8, 5)
+    copied = experts.counters.copied_nbytes // NBYTES
+    assert copied == LAYERS * ROUTE - 5 + 8  # what was not found, and every early copy
+    gpu.finish()
+
+
+def test_too_few_slots_are_refused():
+    gpu = Gpu(2 * BATCH_EXPERTS - 1, random.Random(0))
+    with pytest.raises(ValueError, match="15 slots, at least 16 are needed"):
+        SlotExperts(Ready(random.Random(0)), gpu, LAYERS, ROUTE)
+
+
+def test_one_by_one_is_the_same_experts():
+    gpu = Gpu(passing_slots(0), random.Random(0))
+    experts = SlotExperts(Source(random.Random(1)), gpu, LAYERS, ROUTE)
+    seen = dict(one_by_one(experts.waves(2, [5, 0, 7])))
+    assert {e: int(r[0]) for e, r in seen.items()} == {e: 2 * EXPERTS + e for e in (5, 0, 7)}
