@@ -20,10 +20,17 @@ class ModelSizes:
     num_experts: int
     top_k: int
     embedding_nbytes: int = 0  # always in RAM
-    scratch_nbytes: int = (
-        0  # what computing holds beside these, at most, and for every token of a prompt piece:
-    )
-    scratch_token_nbytes: int = 0
+    # what computing holds beside these is the largest of several lines: (bytes, bytes for each token of a prompt piece)
+    scratch: tuple[tuple[int, int], ...] = ((0, 0),)
+
+    def scratch_nbytes(self, prompt_tokens: int) -> int:
+        """Return what a prompt piece of this many tokens holds beside weights and state."""
+        return max(fixed + each * prompt_tokens for fixed, each in self.scratch)
+
+    def fitting_tokens(self, room_nbytes: int, wanted: int) -> int:
+        """Return the longest prompt piece, at most `wanted`, whose scratch has room."""
+        fits = [(room_nbytes - fixed) // each for fixed, each in self.scratch if each]
+        return min([wanted, *fits])
 
     @property
     def token_experts(self) -> int:
@@ -113,7 +120,7 @@ def plan_vram(
     """
     must = sizes.residents_nbytes + sizes.state_nbytes + passing_slots * sizes.record_nbytes
     least = min(MIN_PROMPT_TOKENS, prompt_tokens)
-    need = must + sizes.scratch_nbytes + least * sizes.scratch_token_nbytes
+    need = must + sizes.scratch_nbytes(least)
     if need > limit_nbytes:
         raise UserError(
             f"this model needs {format_nbytes(need)} of GPU memory at least (residents "
@@ -122,10 +129,8 @@ def plan_vram(
             "raise hw.vram_gib, lower hw.vram_reserve_gib, model.context_tokens or prefetch.copy, or set "
             "model.deltanet=fp8_rows",
         )
-    room = limit_nbytes - must - sizes.scratch_nbytes
-    fitting = room // sizes.scratch_token_nbytes if sizes.scratch_token_nbytes else prompt_tokens
-    prompt_tokens = min(prompt_tokens, fitting)
-    scratch = sizes.scratch_nbytes + prompt_tokens * sizes.scratch_token_nbytes
+    prompt_tokens = sizes.fitting_tokens(limit_nbytes - must, prompt_tokens)
+    scratch = sizes.scratch_nbytes(prompt_tokens)
     kept = (limit_nbytes - must - scratch) // sizes.record_nbytes
     if kept_gib is not None:
         wanted = int(kept_gib * GIB) // sizes.record_nbytes

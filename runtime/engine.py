@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -144,6 +146,7 @@ class Engine:
             cores.pin_current_thread(before)
             raise
         cores.pin_current_thread({core_plan.decode_cpu})
+        gc.freeze()  # a collection in the middle of a token need not look at what stays
         return engine
 
     @classmethod
@@ -267,16 +270,18 @@ class Engine:
             row_read_nbytes=now.row_read_nbytes - before.row_read_nbytes,
         )
 
-    def measure_rates(self) -> Rates:
-        """Measure drive and memory now, on this model's own expert file: about half a second."""
-        drive = hardware.measure_drive_gib_s(self._layout, self.config.hw.drive)
-        if self.vram_plan is None:
-            return Rates(drive, hardware.measure_memory_gib_s())
-        return Rates(drive, hardware.measure_vram_gib_s(), hardware.measure_pcie_gib_s())
+    def measure_rates(self, drive_s: float = 0.3) -> Rates:
+        """Measure the drive, on this model's own expert file for `drive_s` seconds, memory and PCIe now."""
+        # the threads that read may not be held to the decoding thread's core
+        with cores.pinned(self._cpus or os.sched_getaffinity(0)):
+            drive = hardware.measure_drive_gib_s(self._layout, self.config.hw.drive, drive_s)
+            if self.vram_plan is None:
+                return Rates(drive, hardware.measure_memory_gib_s())
+            return Rates(drive, hardware.measure_vram_gib_s(), hardware.measure_pcie_gib_s())
 
     @property
     def dense_nbytes(self) -> int:
-        """Bytes that one token reads from memory at least: residents and its experts."""
+        """Bytes that one token reads at least from the memory where it is computed."""
         return self.model.dense_nbytes
 
     def close(self) -> None:

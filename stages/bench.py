@@ -27,6 +27,7 @@ from stages.opening import open_engine
 
 log = logging.getLogger("stages")
 
+DRIVE_SECONDS = 2.0  # that the drive is measured for
 RESULT_NAME, PLOT_NAME = "bench.json", "bench.png"  # in the folder of the run
 
 
@@ -65,7 +66,7 @@ def check_window(cfg: RunConfig) -> None:
 
 def measure(engine: Engine, config: BenchConfig) -> Bench:
     """Measure the machine's rates, then every repeat."""
-    rates = engine.measure_rates()
+    rates = engine.measure_rates(DRIVE_SECONDS)
     prompt = random_prompt(engine.codec, config.prompt_length, config.seed)
     num_steps = config.warmup_tokens + config.tokens
     repeats = []

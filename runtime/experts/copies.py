@@ -39,7 +39,7 @@ class Copier(Protocol):
 
 
 class CudaCopier:
-    """The copy engine, through the CUDA driver."""
+    """The copy engine, through the CUDA driver. What computes is launched on the stream that is current here."""
 
     def __init__(self, num_slots: int, record_nbytes: int, device: torch.device) -> None:
         # the expert kernel counts on pages
@@ -51,6 +51,7 @@ class CudaCopier:
         self._addresses = [self.slots.data_ptr() + i * record_nbytes for i in range(num_slots)]
         self._nbytes = record_nbytes
         self._stream = torch.cuda.Stream(device)
+        self._computing = torch.cuda.current_stream(device)
         self._handle = ctypes.c_void_p(self._stream.cuda_stream)
         self._copy = ctypes.CDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
@@ -70,11 +71,11 @@ class CudaCopier:
         return event
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        torch.cuda.current_stream().wait_event(mark)
+        self._computing.wait_event(mark)
 
     def launched(self) -> torch.cuda.Event:
         event = self._next_event()
-        event.record()
+        event.record(self._computing)
         return event
 
     def follow(self, mark: torch.cuda.Event) -> None:

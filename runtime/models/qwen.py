@@ -49,6 +49,7 @@ CHUNK_TOKENS = 512  # of a prompt, through everything but the experts at once
 ATTENTION_NBYTES = 2**26  # of scores that a chunk's attention may hold at once
 
 
+WORKSPACE_NBYTES = 64 * 2**20  # of matrix products and captured graphs: 60 MiB were measured on an H200
 MAX_PAIRS = 4096  # (token, expert) pairs of a prompt that are computed in one launch
 
 
@@ -598,6 +599,7 @@ class QwenModel:
             y = self.moes[layer](x, self.experts, self.num_guesses)
             for part in chunks:
                 residual[part] += amounts[part] * y[part].unsqueeze(1)
+            del y
         state.ngram_context = [*state.ngram_context, *tokens][-2:]
         state.position += len(tokens)
         last, _ = self.final_mixer.mix(residual if all_logits else residual[-1:])
@@ -605,8 +607,13 @@ class QwenModel:
 
 
 def _dense_nbytes(spec: QwenSpec, weights: Mapping[str, Tensor]) -> int:
-    """Return the bytes that one token reads at least: residents without the embedding table, and its experts."""
-    residents = sum(w.nbytes for name, w in weights.items() if name != "embed_tokens.weight")
+    """Return the bytes that one token reads at least, where it is computed.
+
+    These are the residents without the embedding table, and on a CPU its experts; a GPU gets those over PCIe.
+    """
+    residents = sum(w.nbytes for name, w in weights.items() if name != EMBEDDING)
+    if weights["lm_head.weight"].is_cuda:
+        return residents
     shape = Nvfp4Shape(spec.hidden, spec.intermediate)
     return residents + spec.num_layers * spec.top_k * shape.payload_nbytes
 
@@ -648,13 +655,11 @@ def model_sizes(
         + size * (spec.conv_kernel - 1) * spec.conv_width
     )
     state = num_attention * token * size * context + (spec.num_layers - num_attention) * delta
-    fixed, every = _scratch_nbytes(spec, context, size)
     return ModelSizes(
         residents_nbytes=sum(nbytes.values()) + gains_nbytes,
         embedding_nbytes=embedding_nbytes,
         state_nbytes=int(state),
-        scratch_nbytes=fixed,
-        scratch_token_nbytes=every,
+        scratch=_scratch(spec, context, size),
         record_nbytes=layout.record_nbytes,
         num_layers=spec.num_layers,
         num_experts=spec.num_experts,
@@ -662,21 +667,29 @@ def model_sizes(
     )
 
 
-def _scratch_nbytes(spec: QwenSpec, context: int, size: int) -> tuple[int, int]:
-    """Return what computing holds beside weights and state: (bytes, and for every token of a prompt piece).
+def _scratch(spec: QwenSpec, context: int, size: int) -> tuple[tuple[int, int], ...]:
+    """Return what computing holds beside weights and state, as `ModelSizes.scratch` wants it.
 
-    Every token: streams, the experts' input and their fp32 sum, router probabilities. Once: what the widest block
-    makes of a chunk, one weight matrix widened from FP8, and the buffers of decoding.
+    One line for each of a prompt's moments that may be the fullest: a chunk in a DeltaNet layer's first product (its
+    matrix widened from FP8, the product in fp32 and rounded), a chunk in attention, the experts' sums of all tokens.
     """
-    every = size * (spec.streams + 3) * spec.hidden + 8 * spec.hidden
-    every += 8 * spec.num_experts + 24 * spec.top_k
-    heads = 4 * 13 * spec.value_heads * max(spec.key_dim, spec.value_dim)
-    delta = (3 * size + 12) * spec.conv_width + 2 * size * spec.value_width + heads
-    attention = 3 * size * 2 * spec.heads * spec.head_dim + 4 * context
-    widened = size * (spec.conv_width + spec.value_width) * spec.hidden
-    decode = 4 * spec.vocab_size + 8 * context * spec.rotary_dim
-    block = max(CHUNK_TOKENS * delta + widened, CHUNK_TOKENS * attention + ATTENTION_NBYTES)
-    return block + decode, every
+    always = WORKSPACE_NBYTES + 4 * spec.vocab_size + 8 * context * spec.rotary_dim
+    every = size * (spec.streams + 1) * (spec.hidden + 1) + 4 * spec.rotary_dim
+    width = spec.conv_width + spec.value_width
+    read = size * (spec.streams + 2) * spec.hidden  # of the streams, for each token of a chunk
+    delta = size * width * spec.hidden + CHUNK_TOKENS * ((4 + size) * width + read)
+    heads = 6 * spec.heads * spec.head_dim
+    attention = ATTENTION_NBYTES + CHUNK_TOKENS * (size * heads + read)
+    chosen = 40 * spec.top_k
+    pairs = 4 * MAX_PAIRS * (spec.intermediate + spec.hidden)
+    sums = every + 4 * spec.hidden + chosen
+    shared = sums + size * (spec.hidden + 2 * spec.shared_intermediate)
+    return (
+        (always + delta, every),
+        (always + attention, every),
+        (always + pairs, sums),
+        (always, shared),
+    )
 
 
 def open_model(

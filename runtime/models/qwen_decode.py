@@ -1,10 +1,10 @@
 """Decode steps of fixed shapes, so that a GPU can replay them as graphs.
 
 The step is cut where the host must look: after each layer's router. Segment l sums up the experts of layer l - 1 and
-goes on to layer l's router; the last ends with the head. While the host reads the route, the shared expert runs. Then
-the routed experts run in waves: what is there at once, the rest as it arrives, each wave from its own table of
-addresses. Everything that a segment reads or writes lies at a fixed address: inputs in pinned memory, the state of
-one conversation in buffers of the whole window.
+goes on to layer l's router; the last ends with the head. Between two segments the host reads the route, and the
+routed experts run in waves: what is there at once, the rest as it arrives, each wave from its own table of addresses.
+Everything that a segment reads or writes lies at a fixed address: inputs in pinned memory, the state of one
+conversation in buffers of the whole window.
 
 Runs as well without graphs and on a CPU: the same functions, started one by one.
 """
@@ -112,6 +112,8 @@ class Decoder:
         self._steps = 0
         self.wait_ns = 0  # the host, for routes
         self._event = torch.cuda.Event() if device.type == "cuda" else None
+        # looked up once: torch takes 10 us for it
+        self._stream = torch.cuda.current_stream() if device.type == "cuda" else None
 
     # ---- the host's part ------------------------------------------------------------------------------------------
 
@@ -128,10 +130,8 @@ class Decoder:
                 self.host_rows.copy_(model.rows.collect(request).flatten())
             self._run(layer, partial(self._segment, layer))
             if self._event is not None:
-                self._event.record()
-            self._run(("shared", layer), partial(self._share, layer))
-            if self._event is not None:
                 started = time.perf_counter_ns()
+                self._event.record(self._stream)
                 self._event.synchronize()
                 self.wait_ns += time.perf_counter_ns() - started
             self._run_experts(layer)
@@ -226,7 +226,7 @@ class Decoder:
         moe = model.moes[layer]
         has_guesses = model.num_guesses > 0 and moe.next_router is not None
         ratio, next_router = (moe.next_ratio, moe.next_router) if has_guesses else (None, None)
-        gate, up, _ = moe.shared
+        gate, up, down = moe.shared
         self._moe.mlp_in_token(
             self.x, moe.router, ratio, next_router, gate, up, moe.shared_gate, self.router_logits,
             self.guess_logits, self.shared_inner, self.shared_gate,
@@ -235,9 +235,6 @@ class Decoder:
             self.router_logits, self.guess_logits, moe.scales, self.host_route[layer], self.weights, self.scales,
             model.num_guesses,
         )  # fmt: skip
-
-    def _share(self, layer: int) -> None:
-        down = self.model.moes[layer].shared[2]
         self._moe.shared_down_token(self.shared_inner, self.shared_gate, down, self.shared)
 
     def _wave(self, number: int) -> None:

@@ -1,6 +1,6 @@
 """Decode at the full shape of Qwen3.8-Flash-Next from random weights, all experts in pinned RAM: time against floors.
 
-    python tests/bench/bench_full_shape.py --experts 96 --tokens 50
+    python tests/bench/bench_full_shape.py --experts 96 --tokens 50 --copy 0,2,4,10,16
 
 48 layers, hidden 2560, top-10, DeltaNet matrices as FP8 rows; `--experts` per layer instead of 512, as RAM allows (the
 bytes that a token pulls in do not depend on it). The numbers mean nothing, their cost does. Prints the milliseconds of
@@ -14,6 +14,7 @@ import json
 import math
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from kernels.formats import fp8_rows_quantize
+from runtime import cores
 from runtime.experts.arena import HostArena
 from runtime.experts.copies import CudaCopier
 from runtime.experts.slots import SlotExperts, passing_slots
@@ -56,10 +58,10 @@ class RandomRows:
         self.rows = torch.randint(0, 0x40, (nbytes,), dtype=torch.uint8)
 
     def request(self, ids):
-        return None
+        return len(ids) // 16
 
     def collect(self, request):
-        return self.rows
+        return self.rows.repeat(request)
 
 
 def full_spec(experts: int) -> QwenSpec:
@@ -109,74 +111,95 @@ def copy_rate_gb_s(arena: HostArena) -> float:
     return target.numel() / min(times) / 1e9
 
 
+def measure_prompts(model: QwenModel, context: int) -> None:
+    """Print what prompts of several lengths hold beside weights, state and slots, and how long they take."""
+    model.decoder = Decoder(model, context, has_graphs=True)
+    for tokens in (64, 512, 1024, 2048, 4096, 8000):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        model.prefill([7 * i % 4000 for i in range(tokens)], model.new_state())
+        torch.cuda.synchronize()
+        spent_s = time.perf_counter() - started
+        peak = torch.cuda.max_memory_allocated() - before
+        print(f"prompt of {tokens} tokens: {peak / 2**20:.1f} MiB, {spent_s:.2f} s", flush=True)
+
+
+def decode(
+    decoder: Decoder, slots: SlotExperts, tokens: int
+) -> tuple[dict[str, float], torch.Tensor]:
+    """Decode some tokens: milliseconds and bytes of one, and a sample of every token's logits."""
+    state, before = decoder.model.new_state(), slots.counters.copy()
+    times, hosts, logits = [], [], []
+    for i in range(tokens):
+        started, waited = time.perf_counter(), decoder.wait_ns
+        row = decoder.step(1000 + i, state)
+        hosts.append((time.perf_counter() - started) * 1e3 - (decoder.wait_ns - waited) / 1e6)
+        logits.append(row[0, ::997].clone())
+        row.argmax().item()
+        times.append((time.perf_counter() - started) * 1e3)
+    spent, steady = slots.counters.since(before), sorted(times[5:])
+    found = {
+        "ms": steady[len(steady) // 2],
+        "p95_ms": steady[int(len(steady) * 0.95)],
+        "host_ms": sorted(hosts[5:])[len(hosts[5:]) // 2],
+        "copied_nbytes": spent.copied_nbytes / tokens,
+        "vram_hits": spent.vram_hits / spent.lookups,
+        "early_used": spent.early_used / max(1, spent.early_issued),
+    }
+    return found, torch.stack(logits)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--experts", type=int, default=96)
     parser.add_argument("--tokens", type=int, default=50)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument(
-        "--profile", action="store_true", help="count kernels and their time in one eager step"
+        "--copy", default="0,4", help="guesses copied to VRAM early, several with commas"
     )
-    parser.add_argument("--copy", type=int, default=0, help="guesses copied to VRAM early")
-    parser.add_argument("--kept", type=int, default=0, help="VRAM slots that keep experts")
+    parser.add_argument(
+        "--kept", default="0", help="VRAM slots that keep experts, several with commas"
+    )
+    parser.add_argument("--eager", action="store_true", help="also without graphs")
+    parser.add_argument("--pin", action="store_true", help="pin this thread as an engine does")
+    parser.add_argument("--prompts", action="store_true", help="memory and time of prompts instead")
     args = parser.parse_args()
+    core_plan = cores.assign(cores.read_topology())
+    if args.pin and core_plan is not None:
+        cores.pin_current_thread({core_plan.decode_cpu})
     spec = full_spec(args.experts)
     experts = RandomExperts(spec.num_layers, args.experts)
     rate = copy_rate_gb_s(experts._arena)
     weights = random_weights(spec)
+    weights["embed_tokens.weight"] = weights["embed_tokens.weight"].cpu()
     scales = torch.full((spec.num_layers, args.experts, 3), 2e-2, device="cuda")
-    copier = CudaCopier(passing_slots(args.copy) + args.kept, RECORD_NBYTES, torch.device("cuda"))
-    slots = SlotExperts(experts, copier, spec.num_layers, spec.top_k, args.copy)
-    guesses = max(spec.top_k, args.copy)
-    model = QwenModel(spec, weights, scales, slots, RandomRows(spec.ple_dim), 1e-3, guesses)
-    weights["embed_tokens.weight"] = model.embedding = model.embedding.cpu()
-    result: dict[str, object] = {"copy_gb_s": rate}
-    outputs = {}
-    for has_graphs in (False, True):
-        decoder = Decoder(model, args.context, has_graphs)
-        state = model.new_state()
-        times, logits = [], []
-        host = 0.0
-        before = slots.counters.copy()
-        for i in range(args.tokens):
-            started = time.perf_counter()
-            row = decoder.step(1000 + i, state)
-            logits.append(row[0, ::997].clone())
-            row.argmax().item()
-            times.append((time.perf_counter() - started) * 1e3)
-        outputs[has_graphs] = torch.stack(logits)
-        if args.profile and not has_graphs:
-            with torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CUDA]
-            ) as profile:
-                decoder.step(7, state)
-                torch.cuda.synchronize()
-            table = profile.key_averages().table(
-                sort_by="cuda_time_total", row_limit=40, max_name_column_width=60
-            )
-            print(table, file=sys.stderr)
-        spent = slots.counters.since(before)
-        floor_ms = spent.copied_nbytes / args.tokens / rate / 1e6
-        steady = sorted(times[5:])
-        waits = decoder.wait_ns / 1e6 / args.tokens
-        median = steady[len(steady) // 2]
-        host = sum(times[5:]) / len(times[5:]) - waits
-        key = "graphs" if has_graphs else "eager"
-        result[key] = {
-            "ms": median,
-            "p95_ms": steady[int(len(steady) * 0.95)],
-            "host_ms": host,
-            "pcie_floor_ms": floor_ms,
-            "x_floor": median / floor_ms,
-            "vram_hits": spent.vram_hits / spent.lookups,
-            "early_used": spent.early_used / max(1, spent.early_issued),
-        }
-        print(f"{key:7} {median:.2f} ms a token, host {host:.2f} ms, {median / floor_ms:.2f} x the PCIe floor "
-              f"of {floor_ms:.2f} ms at {rate:.1f} GB/s", file=sys.stderr)  # fmt: skip
-    result["same_bits"] = bool(torch.equal(outputs[False], outputs[True]))
-    result["is_finite"] = bool(outputs[True].isfinite().all())
-    result["peak_vram_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    print(json.dumps(result))
+    copies, kept = ([int(n) for n in text.split(",")] for text in (args.copy, args.kept))
+    guesses = max(spec.top_k, *copies)
+    model = QwenModel(spec, weights, scales, experts, RandomRows(spec.ple_dim), 1e-3, guesses)
+    results, wanted = [], None
+    for copy, slots_kept, has_graphs in product(
+        copies, kept, (False, True) if args.eager else (True,)
+    ):
+        num_slots = passing_slots(copy) + slots_kept
+        copier = CudaCopier(num_slots, RECORD_NBYTES, torch.device("cuda"))
+        slots = SlotExperts(experts, copier, spec.num_layers, spec.top_k, copy)
+        model.experts = slots
+        if args.prompts:
+            measure_prompts(model, args.context)
+            return
+        found, logits = decode(Decoder(model, args.context, has_graphs), slots, args.tokens)
+        wanted = logits if wanted is None else wanted
+        floor_ms = found["copied_nbytes"] / rate / 1e6
+        found |= {"copy": copy, "kept": slots_kept, "graphs": has_graphs, "floor_ms": floor_ms,
+                  "same_bits": bool(torch.equal(logits, wanted)), "is_finite": bool(logits.isfinite().all())}  # fmt: skip
+        results.append(found)
+        print(f"copy {copy:2} kept {slots_kept:4} {'graphs' if has_graphs else 'eager ':6} {found['ms']:.2f} ms (p95 "
+              f"{found['p95_ms']:.2f}), host {found['host_ms']:.2f} ms, {found['ms'] / floor_ms:.2f} x its PCIe floor of "
+              f"{floor_ms:.2f} ms, VRAM hits {found['vram_hits']:.1%}, early copies used {found['early_used']:.1%}, "
+              f"same bits {found['same_bits']}", file=sys.stderr, flush=True)  # fmt: skip
+    print(json.dumps({"copy_gb_s": rate, "results": results}))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from runtime.budget import MemoryPlan, ModelSizes, plan_memory, ram_limit
+from runtime.budget import (
+    MIN_PROMPT_TOKENS,
+    MemoryPlan,
+    ModelSizes,
+    VramPlan,
+    plan_memory,
+    plan_vram,
+    ram_limit,
+    vram_limit,
+)
 from runtime.errors import UserError
 from runtime.units import GIB, MIB, format_nbytes
 
@@ -186,3 +195,94 @@ def test_the_advice_of_ram_limit_works(total):
         ram_limit(99_999, (total, "MemTotal"), (total, "MemAvailable"), 1)
     advised = float(re.search(r"hw\.ram_gib=([\d.]+) or less", caught.value.hint)[1])
     ram_limit(advised, (total, "MemTotal"), (total, "MemAvailable"), 0)
+
+
+# ---- the GPU's memory ----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def gpu_sizes(draw) -> ModelSizes:
+    lines = st.tuples(st.integers(0, GIB // 2), st.integers(0, 64 * 1024))
+    return ModelSizes(
+        residents_nbytes=draw(st.integers(0, 8 * GIB)),
+        state_nbytes=draw(st.integers(0, GIB)),
+        record_nbytes=draw(st.integers(1, 4096)) * PAGE,
+        num_layers=draw(st.integers(1, 64)),
+        num_experts=draw(st.integers(8, 512)),
+        top_k=8,
+        scratch=tuple(draw(st.lists(lines, min_size=1, max_size=4))),
+    )
+
+
+def vram_or_error(*args: object) -> VramPlan | UserError:
+    try:
+        return plan_vram(*args)
+    except UserError as error:
+        return error
+
+
+@settings(max_examples=300)
+@given(
+    gpu_sizes(),
+    st.integers(0, 12 * GIB),
+    st.integers(1, 16384),
+    st.integers(16, 64),
+    st.one_of(st.none(), st.just(0.0), st.floats(0, 2)),
+)
+def test_a_vram_plan_keeps_its_limit(sizes, limit, tokens, passing, kept_gib):
+    plan = vram_or_error(sizes, limit, tokens, passing, kept_gib)
+    fixed = sizes.residents_nbytes + sizes.state_nbytes + passing * sizes.record_nbytes
+    least = fixed + sizes.scratch_nbytes(min(tokens, MIN_PROMPT_TOKENS))
+    if isinstance(plan, UserError):
+        assert least > limit or (kept_gib and "cache.vram_gib" in plan.message)
+        assert re.search(r"[\d.,]+ (?:B|KiB|MiB|GiB)\b", plan.message)
+        assert plan.hint
+        return
+    assert least <= limit
+    assert plan.total_nbytes <= limit
+    assert min(tokens, MIN_PROMPT_TOKENS) <= plan.prompt_tokens <= tokens
+    assert plan.scratch_nbytes == sizes.scratch_nbytes(plan.prompt_tokens)
+    if plan.prompt_tokens < tokens:  # a longer piece would not have fitted
+        assert fixed + sizes.scratch_nbytes(plan.prompt_tokens + 1) > limit
+    is_full = plan.kept_slots == sizes.num_layers * sizes.num_experts
+    if kept_gib is None:
+        assert is_full or limit - plan.total_nbytes < sizes.record_nbytes
+    else:
+        assert plan.kept_slots * sizes.record_nbytes <= kept_gib * GIB
+
+
+def test_advice_about_vram_slots_works():
+    sizes = ModelSizes(4 * GIB, GIB // 2, MIB, 8, 512, 6)
+    with pytest.raises(UserError, match=r"cache\.vram_gib=9 asks for 9\.00 GiB") as caught:
+        plan_vram(sizes, 6 * GIB, 512, 16, 9.0)
+    advised = float(re.search(r"cache\.vram_gib=([\d.]+)", caught.value.hint).group(1))
+    plan = plan_vram(sizes, 6 * GIB, 512, 16, advised)
+    assert plan.total_nbytes <= 6 * GIB
+    assert advised > 1.4
+
+
+def test_the_prompt_piece_gives_way_before_the_model_is_refused():
+    sizes = ModelSizes(4 * GIB, 0, MIB, 8, 64, 6, scratch=((MIB, MIB), (0, 2 * MIB)))
+    plan = plan_vram(sizes, 4 * GIB + 16 * MIB + 600 * MIB, 8192, 16, None)
+    assert (plan.prompt_tokens, plan.kept_slots) == (300, 0)
+    with pytest.raises(UserError, match=r"needs 4\.27 GiB of GPU memory at least"):
+        plan_vram(sizes, 4 * GIB + 16 * MIB + 2 * MIB * MIN_PROMPT_TOKENS - 1, 8192, 16, None)
+
+
+def test_what_a_card_may_give():
+    assert vram_limit(None, 16 * GIB, 10 * GIB, 0.5) == int(9.5 * GIB)
+    assert vram_limit(8, 16 * GIB, 10 * GIB, 0.5) == int(7.5 * GIB)
+    assert vram_limit(None, 16 * GIB, 0, 0.5) == 0
+    with pytest.raises(UserError, match=r"hw\.vram_gib is 24 GiB, but this GPU has 16\.00 GiB"):
+        vram_limit(24, 16 * GIB, 10 * GIB, 0.5)
+
+
+def test_with_a_gpu_ram_holds_the_embedding_and_experts():
+    sizes = ModelSizes(6 * GIB, GIB, MIB, 8, 64, 6, embedding_nbytes=GIB)
+    cpu = plan_memory(sizes, 16 * GIB, 0.25, 8)
+    gpu = plan_memory(sizes, 16 * GIB, 0.25, 8, has_gpu=True)
+    assert (cpu.residents_nbytes, cpu.state_nbytes) == (7 * GIB, GIB)
+    assert (gpu.residents_nbytes, gpu.state_nbytes) == (GIB, 0)
+    with pytest.raises(UserError, match="of RAM at least"):
+        plan_memory(sizes, 7 * GIB, 0.25, 8)
+    assert plan_memory(sizes, 7 * GIB, 0.25, 8, has_gpu=True).cache_rows == 256
