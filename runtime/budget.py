@@ -62,14 +62,19 @@ class MemoryPlan:
             + (self.cache_rows + self.sweep_rows) * self.record_nbytes
         )
 
-    def format(self) -> str:
-        """Return the plan on one line."""
-        return (
-            f"RAM: {format_nbytes(self.total_nbytes)} of {format_nbytes(self.limit_nbytes)} = "
-            f"residents {format_nbytes(self.residents_nbytes)}, state {format_nbytes(self.state_nbytes)}, "
-            f"expert cache {format_nbytes(self.cache_nbytes)} ({self.cache_rows} experts), prompt staging "
-            f"{format_nbytes(self.sweep_rows * self.record_nbytes)}"
-        )
+    def rows(self) -> list[tuple[str, int, str]]:
+        """Return the plan as rows of a table: what, bytes, remark; the total first."""
+        return [
+            ("RAM", self.total_nbytes, f"of {format_nbytes(self.limit_nbytes)} that may be used"),
+            ("  residents", self.residents_nbytes, ""),
+            ("  state", self.state_nbytes, ""),
+            ("  expert cache", self.cache_nbytes, f"{self.cache_rows} experts"),
+            (
+                "  prompt staging",
+                self.sweep_rows * self.record_nbytes,
+                f"{self.sweep_rows} experts",
+            ),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +99,25 @@ class VramPlan:
         fixed = self.residents_nbytes + self.state_nbytes + self.scratch_nbytes
         return fixed + self.slots * self.record_nbytes
 
-    def format(self) -> str:
-        """Return the plan on one line."""
-        return (
-            f"VRAM: {format_nbytes(self.total_nbytes)} of {format_nbytes(self.limit_nbytes)} = "
-            f"residents {format_nbytes(self.residents_nbytes)}, state {format_nbytes(self.state_nbytes)}, "
-            f"scratch {format_nbytes(self.scratch_nbytes)} (prompt pieces of {self.prompt_tokens} tokens), "
-            f"slots {format_nbytes(self.slots * self.record_nbytes)} ({self.kept_slots} kept experts, "
-            f"{self.passing_slots} passing through)"
-        )
+    def rows(self) -> list[tuple[str, int, str]]:
+        """Return the plan as rows of a table: what, bytes, remark; the total first."""
+        kept, passing = (n * self.record_nbytes for n in (self.kept_slots, self.passing_slots))
+        return [
+            ("VRAM", self.total_nbytes, f"of {format_nbytes(self.limit_nbytes)} that may be used"),
+            ("  residents", self.residents_nbytes, ""),
+            ("  state", self.state_nbytes, ""),
+            ("  scratch", self.scratch_nbytes, f"prompt pieces of {self.prompt_tokens} tokens"),
+            ("  expert slots, kept", kept, f"{self.kept_slots} experts"),
+            ("  expert slots, passing", passing, f"{self.passing_slots} experts"),
+        ]
+
+
+def format_plans(*plans: MemoryPlan | VramPlan | None) -> str:
+    """Return plans as one table for a terminal."""
+    rows = [row for plan in plans if plan is not None for row in plan.rows()]
+    return "\n".join(
+        f"{what:24} {format_nbytes(nbytes):>10}  {remark}".rstrip() for what, nbytes, remark in rows
+    )
 
 
 MIN_PROMPT_TOKENS = 128  # a card that cannot hold the scratch of such a piece is too small

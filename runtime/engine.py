@@ -21,6 +21,7 @@ from runtime.budget import (
     MemoryPlan,
     ModelSizes,
     VramPlan,
+    format_plans,
     plan_memory,
     plan_vram,
     ram_limit,
@@ -202,11 +203,8 @@ class Engine:
         return cls(config, model, TextCodec(files.snapshot), plan, vram_plan, layout, cpus)
 
     def format_plan(self) -> str:
-        """Return who gets which memory, a line for RAM and one for VRAM."""
-        lines = [self.plan.format()]
-        if self.vram_plan is not None:
-            lines.append(self.vram_plan.format())
-        return "\n".join(lines)
+        """Return who gets which memory, as a table."""
+        return format_plans(self.plan, self.vram_plan)
 
     def forget_experts(self) -> None:
         """Drop every expert that is kept in RAM or VRAM: the next token finds nothing."""

@@ -28,7 +28,7 @@ def run(ctx: StageContext) -> None:
     messages.append({"role": "user", "content": cfg.prompt})
     engine = open_engine(cfg, ctx.inputs, ctx.runner)
     try:
-        log.info("%s", engine.format_plan())
+        print(engine.format_plan(), file=sys.stderr)
         summary, tokens = answer(engine, messages, cfg.max_tokens)
     finally:
         engine.close()

@@ -49,7 +49,9 @@ CHUNK_TOKENS = 512  # of a prompt, through everything but the experts at once
 ATTENTION_NBYTES = 2**26  # of scores that a chunk's attention may hold at once
 
 
-WORKSPACE_NBYTES = 64 * 2**20  # of matrix products and captured graphs: 60 MiB were measured on an H200
+WORKSPACE_NBYTES = (
+    64 * 2**20
+)  # of matrix products and captured graphs: 60 MiB were measured on an H200
 MAX_PAIRS = 4096  # (token, expert) pairs of a prompt that are computed in one launch
 
 

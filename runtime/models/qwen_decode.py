@@ -183,12 +183,6 @@ class Decoder:
             self._graphs[name] = graph
         graph.replay()
 
-    def drop_graphs(self) -> None:
-        """Give the graphs' memory back; they are captured again when they are needed."""
-        if self._graphs:
-            torch.cuda.synchronize(self.device)
-            self._graphs.clear()
-
     # ---- the device's part: fixed shapes, fixed addresses ---------------------------------------------------------
 
     def _segment(self, layer: int) -> None:

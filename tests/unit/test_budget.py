@@ -13,6 +13,7 @@ from runtime.budget import (
     MemoryPlan,
     ModelSizes,
     VramPlan,
+    format_plans,
     plan_memory,
     plan_vram,
     ram_limit,
@@ -163,12 +164,26 @@ def test_little_room_takes_from_the_staging_first():
     assert plan_memory(sizes, GIB + 38 * MIB, None, 32).sweep_rows == 32
 
 
-def test_the_plan_on_one_line():
-    plan = plan_memory(ModelSizes(GIB, 64 * MIB, MIB, 8, 64, 6), 4 * GIB, 0.25, 32)
-    assert plan.format() == (
-        "RAM: 1.34 GiB of 4.00 GiB = residents 1.00 GiB, state 64.00 MiB, expert cache 256.00 MiB (256 experts), "
-        "prompt staging 32.00 MiB"
+def test_plans_as_a_table():
+    sizes = ModelSizes(GIB, 64 * MIB, MIB, 8, 64, 6, scratch=((MIB, MIB),))
+    plan = plan_memory(sizes, 4 * GIB, 0.25, 32)
+    vram = plan_vram(sizes, 2 * GIB, 100, 16, 0.125)
+    assert (
+        format_plans(plan, vram)
+        == """\
+RAM                        1.34 GiB  of 4.00 GiB that may be used
+  residents                1.00 GiB
+  state                   64.00 MiB
+  expert cache           256.00 MiB  256 experts
+  prompt staging          32.00 MiB  32 experts
+VRAM                       1.30 GiB  of 2.00 GiB that may be used
+  residents                1.00 GiB
+  state                   64.00 MiB
+  scratch                101.00 MiB  prompt pieces of 100 tokens
+  expert slots, kept     128.00 MiB  128 experts
+  expert slots, passing   16.00 MiB  16 experts"""
     )
+    assert format_plans(plan, None) == format_plans(plan)
 
 
 # ---- how much may be used ----------------------------------------------------------------------------------------
