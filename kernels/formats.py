@@ -73,11 +73,11 @@ def nvfp4_quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scaled = torch.where(
         step > 0, blocks / step.clamp(min=torch.finfo(torch.float32).tiny), torch.zeros_like(blocks)
     )
-    codes = _nearest_e2m1(scaled.reshape(rows, columns))
+    codes = nearest_e2m1(scaled.reshape(rows, columns))
     return codes[:, 0::2] | (codes[:, 1::2] << 4), scales, global_scale
 
 
-def _nearest_e2m1(values: Tensor) -> Tensor:
+def nearest_e2m1(values: Tensor) -> Tensor:
     """Return the 4-bit codes nearest to fp32 values, ties to even: uint8 in 0..15."""
     table = torch.tensor(E2M1_VALUES, device=values.device)
     middles = (table[1:] + table[:-1]) / 2
@@ -87,7 +87,7 @@ def _nearest_e2m1(values: Tensor) -> Tensor:
     code = torch.where(
         below % 2 == 0, below, above
     )  # on a tie below + 1 == above: take the even one
-    return (code | torch.where(values < 0, 8, 0)).to(torch.uint8)
+    return (code | torch.where(values.signbit(), 8, 0)).to(torch.uint8)
 
 
 def fp8_rows_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,3 +104,30 @@ def fp8_rows_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 def fp8_rows_dequantize(values: Tensor, scales: Tensor) -> Tensor:
     """Return values * scales per row: [N, K] fp32."""
     return values.float() * scales.unsqueeze(1)
+
+
+MX_GROUP = 32  # columns that share one E8M0 scale
+
+
+def e8m0_values(scales: Tensor) -> Tensor:
+    """Return 2^(byte - 127) for each E8M0 byte (uint8 or float8_e8m0fnu), fp32; byte 0 is 2^-127, 255 is NaN."""
+    exponent = scales.view(torch.uint8).int()
+    normal = (exponent << 23).view(torch.float32)
+    values = torch.where(exponent == 0, torch.tensor(2.0**-127, device=scales.device), normal)
+    return torch.where(exponent == 255, torch.tensor(float("nan"), device=scales.device), values)
+
+
+def mxfp4_dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return E2M1 times E8M0: codes [N, K/2] uint8, low nibble first, scales [N, K/32].  [N, K] fp32, exact."""
+    rows, groups = scales.shape
+    raw = codes.view(torch.uint8).reshape(-1).int()
+    values = _byte_table(codes.device).index_select(0, raw).view(torch.float32)
+    steps = e8m0_values(scales).view(-1, 1)
+    return (values.view(-1, MX_GROUP) * steps).view(rows, groups * MX_GROUP)
+
+
+def fp8_blocks_dequantize(values: Tensor, scales: Tensor) -> Tensor:
+    """Return E4M3 times the E8M0 scale of its block of 32 x 32: values [N, K], scales [ceil(N/32), K/32].  [N, K] fp32."""
+    rows, columns = values.shape
+    steps = e8m0_values(scales).repeat_interleave(MX_GROUP, 0)[:rows]
+    return values.float() * steps.repeat_interleave(MX_GROUP, 1)[:, :columns]

@@ -28,7 +28,8 @@ def run(ctx: StageContext) -> None:
     messages.append({"role": "user", "content": cfg.prompt})
     engine = open_engine(cfg, ctx.inputs, ctx.runner)
     try:
-        print(engine.format_plan(), file=sys.stderr)
+        for line in engine.format_plan().splitlines():
+            log.info("%s", line)
         summary, tokens = answer(engine, messages, cfg.max_tokens)
     finally:
         engine.close()
