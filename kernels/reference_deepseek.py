@@ -71,7 +71,19 @@ def fp4_rounded(x: Tensor, is_kv: bool = False) -> Tensor:
 
 def quantized_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x W^T with quantised activations: x [T, K] bf16, weight [N, K] fp32 as dequantised.  bf16 [T, N]."""
-    return F.linear(act_rounded(x), weight).to(torch.bfloat16)
+    return block_product(act_rounded(x), weight).to(torch.bfloat16)
+
+
+def block_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x W^T, summed by blocks of 32 columns in their order: x [T, K], weight [N, K] fp32.  fp32 [T, N].
+
+    Products of a block are small integers times a power of two, so that their sum is exact; the order of blocks is not
+    free. One sum over all columns differs in one bf16 result of 60,000, and that one changes routes further on.
+    """
+    total = torch.zeros(len(x), len(weight), device=x.device)
+    for part, rows in zip(x.split(BLOCK, dim=1), weight.split(BLOCK, dim=1), strict=True):
+        total += part @ rows.t()
+    return total
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -155,7 +167,7 @@ def hyper_read(streams: Tensor, pre: Tensor) -> Tensor:
 
 def hyper_write(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Return X'_k = post_k y + sum_j comb_jk X_j (comb is used transposed): bf16 [T, S, d]."""
-    mixed = torch.einsum("tjk,tjd->tkd", comb, streams.float())
+    mixed = (comb.unsqueeze(-1) * streams.float().unsqueeze(2)).sum(1)  # [T, j, k, d] over j
     return (post.unsqueeze(-1) * y.float().unsqueeze(1) + mixed).to(torch.bfloat16)
 
 
@@ -233,8 +245,8 @@ def swiglu_expert(
     The routing weight multiplies before the last product; gates are clamped from above only.
     """
     rounded = act_rounded(x)
-    g = F.linear(rounded, gate).to(torch.bfloat16).float().clamp(max=limit)
-    u = F.linear(rounded, up).to(torch.bfloat16).float().clamp(-limit, limit)
+    g = block_product(rounded, gate).to(torch.bfloat16).float().clamp(max=limit)
+    u = block_product(rounded, up).to(torch.bfloat16).float().clamp(-limit, limit)
     h = F.silu(g) * u
     if weight is not None:
         h = h * weight
