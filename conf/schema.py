@@ -20,6 +20,18 @@ STAGES = (
 )  # fmt: skip
 
 
+# stages that a family has no use for, or that know nothing of it yet
+NOT_FOR_FAMILY = {
+    "deepseek": {
+        "repack": "its experts are read in the released shards as they are",
+        "residents": "its weights are loaded from the released shards",
+        "spot_check": "it compares a pack, and this family has none",
+        "verify": "its references are checked by the tests so far",
+        "synthetic": "it writes the other family's checkpoints so far",
+    }
+}
+
+
 class ConfigError(ValueError):
     """A key or value that cannot be used. The message says how to mend it."""
 
@@ -391,6 +403,9 @@ def _stage_faults(run: RunConfig) -> Iterable[str]:
         for name in names:
             if name not in STAGES:
                 yield f"unknown stage {name!r} in {key}: {nearest(str(name), STAGES)}"
+    for name, why in NOT_FOR_FAMILY.get(run.model.family, {}).items():
+        if name in run.stages:
+            yield f"stages=[{name}] is not for model={run.model.name}: {why}; try stages=[chat] or stages=[bench]"
     if not run.stages:
         yield "stages is empty: name at least one, for instance stages=[chat]"
     if "chat" in run.stages and run.prompt is None:

@@ -127,7 +127,7 @@ def mxfp4_dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def fp8_blocks_dequantize(values: Tensor, scales: Tensor) -> Tensor:
-    """Return E4M3 times the E8M0 scale of its block of 32 x 32: values [N, K], scales [ceil(N/32), K/32].  [N, K] fp32."""
+    """Return E4M3 times the E8M0 scale of its 32 x 32 block: values [N, K], scales [ceil(N/32), K/32].  [N, K] fp32."""
     rows, columns = values.shape
     steps = e8m0_values(scales).repeat_interleave(MX_GROUP, 0)[:rows]
     return values.float() * steps.repeat_interleave(MX_GROUP, 1)[:, :columns]

@@ -41,7 +41,8 @@ def act_quant(x: Tensor) -> tuple[Tensor, Tensor]:
 def act_rounded(x: Tensor) -> Tensor:
     """Return what `act_quant` makes of x, as numbers: [..., K] fp32 (each is a bf16 number, too)."""
     values, scale = act_quant(x)
-    return (values.float().unflatten(-1, (-1, BLOCK)) * scale.unsqueeze(-1)).flatten(-2)
+    rounded: Tensor = values.float().unflatten(-1, (-1, BLOCK)) * scale.unsqueeze(-1)
+    return rounded.flatten(-2)
 
 
 def fp4_quant(x: Tensor, is_kv: bool = False) -> tuple[Tensor, Tensor]:
@@ -66,7 +67,8 @@ def fp4_rounded(x: Tensor, is_kv: bool = False) -> Tensor:
     codes, scale = fp4_quant(x, is_kv)
     table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=x.device)
     values = table[codes.long()].unflatten(-1, (-1, KV_BLOCK if is_kv else BLOCK))
-    return (values * scale.unsqueeze(-1)).flatten(-2).to(x.dtype)
+    rounded: Tensor = values * scale.unsqueeze(-1)
+    return rounded.flatten(-2).to(x.dtype)
 
 
 def quantized_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -29,11 +29,10 @@ from runtime.budget import (
 )
 from runtime.errors import ContextLengthError, UserError
 from runtime.experts.copies import CudaCopier
-from runtime.experts.layout import PackedLayout
+from runtime.experts.layout import ExpertLayout
 from runtime.experts.reader import DirectReader
 from runtime.experts.slots import SlotExperts, passing_slots
 from runtime.experts.streamer import ExpertSource, ExpertStreamer, ResidentExperts
-from runtime.rows import RowReader
 from runtime.sampling import SamplingParams
 from runtime.stats import ExpertCounters, Rates, TokenStats
 from runtime.text import TextCodec
@@ -41,11 +40,25 @@ from runtime.text import TextCodec
 log = logging.getLogger(__name__)
 
 
+class RowSource(Protocol):
+    """Rows of tables on the drive."""
+
+    @property
+    def read_nbytes(self) -> int: ...
+
+    @property
+    def wait_ns(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
 class Model(Protocol):
     """What an engine asks of a model family's model."""
 
     experts: ExpertSource
-    rows: RowReader
+
+    @property
+    def rows(self) -> RowSource: ...
 
     def new_state(self) -> Any: ...
 
@@ -66,9 +79,9 @@ class Model(Protocol):
 class EngineFiles:
     """What the set-up stages made."""
 
-    snapshot: Path  # config, tokenizer, and the row tables inside their shards
-    pack: Path
-    residents: Path
+    snapshot: Path  # config, tokenizer, and what is read inside the shards
+    pack: Path | None = None  # of families whose experts are packed
+    residents: Path | None = None  # of families whose other weights are written anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +121,7 @@ class Engine:
         codec: TextCodec,
         plan: MemoryPlan,
         vram_plan: VramPlan | None,
-        layout: PackedLayout,
+        layout: ExpertLayout,
         cpus: frozenset[int] | None,
     ) -> None:
         """vram_plan: None on a CPU.  cpus: where the thread ran before it was pinned; None: it was not."""
@@ -162,9 +175,9 @@ class Engine:
         dtype = hardware.resolve_dtype(config.hw.dtype, device)
         family = load_family(config.model.family)
         spec = family.read_spec(files.snapshot)
-        family.check_context(spec, config.model.context_tokens)
-        layout = PackedLayout.open(files.pack)
-        sizes = family.model_sizes(spec, files.residents, layout, config, dtype)
+        family.check_support(spec, config, device)
+        layout = family.expert_layout(spec, files)
+        sizes = family.model_sizes(spec, files, layout, config, dtype)
         limit = ram_limit(
             config.hw.ram_gib,
             hardware.total_ram_nbytes(),
@@ -196,7 +209,7 @@ class Engine:
                 copier = CudaCopier(vram_plan.slots, experts.record_nbytes, device)
                 copies = config.prefetch.copy
                 experts = SlotExperts(experts, copier, spec.num_layers, spec.top_k, copies)
-            model = family.open_model(spec, files, experts, config, device, dtype)
+            model = family.open_model(spec, files, layout, experts, config, device, dtype)
         except BaseException:
             experts.close()
             raise

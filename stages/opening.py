@@ -13,8 +13,11 @@ from stages.download import snapshot_of
 
 def engine_files(inputs: Mapping[str, Output]) -> EngineFiles:
     """Return the folders that `Engine.open` needs."""
+    pack, residents = (inputs.get(name) for name in ("repack", "residents"))
     return EngineFiles(
-        snapshot_of(inputs["download"]), inputs["repack"].root, inputs["residents"].root
+        snapshot_of(inputs["download"]),
+        None if pack is None else pack.root,
+        None if residents is None else residents.root,
     )
 
 

@@ -43,9 +43,9 @@ def tiny_qwen() -> Path:
     return TINY_QWEN
 
 
-def _make_config(**overrides) -> RunConfig:
+def _make_config(model: str = "tiny", **overrides) -> RunConfig:
     conf = ROOT / "conf"
-    groups = {"model": "model/tiny.yaml", "hw": "hw/cpu.yaml"}
+    groups = {"model": f"model/{model}.yaml", "hw": "hw/cpu.yaml"}
     cfg = OmegaConf.structured(RunConfig)
     for key, file in groups.items():
         OmegaConf.update(cfg, key, OmegaConf.load(conf / file))

@@ -10,24 +10,44 @@ The residual X is [T, S, d] bf16; a sublayer reads it with the `pre` that the su
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
+
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from conf.schema import RunConfig
 from kernels import reference_deepseek as ops
-from kernels.formats import fp8_blocks_dequantize, mxfp4_dequantize
+from kernels.formats import MX_GROUP, fp8_blocks_dequantize, mxfp4_dequantize
+from runtime.budget import ModelSizes
+from runtime.checkpoint import Checkpoint
+from runtime.errors import UserError
 from runtime.experts.layout import ExpertKey
+from runtime.experts.shard_layout import ShardLayout
 from runtime.experts.streamer import ExpertSource
-from runtime.models.deepseek_state import DeepseekState, appended
-from runtime.models.deepseek_weights import DeepseekSpec
+from runtime.models.buffers import appended, check_context
+from runtime.models.deepseek_engram import EngramHash, build_token_map, read_engram_tables
+from runtime.models.deepseek_rows import EngramReader
+from runtime.models.deepseek_state import DeepseekState
+from runtime.models.deepseek_weights import DeepseekSpec, resident_shapes
+from runtime.models.deepseek_weights import expert_layout as find_experts
+
+if TYPE_CHECKING:
+    from runtime.engine import EngineFiles
 
 Matrices = tuple[Tensor, Tensor, Tensor]
 # record of an expert -> its matrices gate, up, down, dequantised
 OpenExpert = Callable[[ExpertKey, Tensor], Matrices]
-# (engram layer, its row ids, token-major) -> rows, bf16 [T, rows per token * row width]
+# (Engram layer, its row ids, token-major) -> rows, bf16 [T, rows per token * row width]
 EngramRows = Callable[[int, Sequence[int]], Tensor]
+# (tokens, up to three before) -> row ids for each Engram layer
+RowIds = Callable[[Sequence[int], Sequence[int]], Sequence[Sequence[int]]]
 
 
 def fp8_matrix(weights: Mapping[str, Tensor], name: str) -> Tensor:
@@ -38,7 +58,9 @@ def fp8_matrix(weights: Mapping[str, Tensor], name: str) -> Tensor:
 class HyperConnection:
     """How one sublayer reads and writes the streams."""
 
-    def __init__(self, weights: Mapping[str, Tensor], layer: int, part: str, spec: DeepseekSpec) -> None:
+    def __init__(
+        self, weights: Mapping[str, Tensor], layer: int, part: str, spec: DeepseekSpec
+    ) -> None:
         """part: `attn` or `ffn`."""
         self.spec = spec
         self.fn, self.base, self.scale = (
@@ -185,7 +207,10 @@ class Attention:
         # expanded from FP8 exactly: a product with a power of two
         self.wo_a = fp8_matrix(weights, f"{name}.wo_a").to(torch.bfloat16)
         self.wo_a = self.wo_a.view(spec.o_groups, spec.o_rank, -1)
-        self.q_norm, self.kv_norm = weights[f"{name}.q_norm.weight"], weights[f"{name}.kv_norm.weight"]
+        self.q_norm, self.kv_norm = (
+            weights[f"{name}.q_norm.weight"],
+            weights[f"{name}.kv_norm.weight"],
+        )
         self.sink = weights[f"{name}.attn_sink"]
         self.compressor = self.indexer = None
         if layer in spec.kv_sources:
@@ -231,7 +256,9 @@ class Attention:
             return entries, slots
         cache = state.compressed[source]
         chosen = choice.slots + torch.where(choice.slots < 0, 0, len(entries))
-        return torch.cat([entries, cache.entries[: cache.length]]), torch.cat([slots, chosen], dim=1)
+        return torch.cat([entries, cache.entries[: cache.length]]), torch.cat(
+            [slots, chosen], dim=1
+        )
 
 
 class Moe:
@@ -240,8 +267,29 @@ class Moe:
     def __init__(self, weights: Mapping[str, Tensor], layer: int, spec: DeepseekSpec) -> None:
         name = f"layers.{layer}.ffn"
         self.spec, self.layer = spec, layer
-        self.router, self.bias = weights[f"{name}.gate.weight"].float(), weights[f"{name}.gate.bias"]
-        self.shared = tuple(fp8_matrix(weights, f"{name}.shared_experts.{w}") for w in ("w1", "w3", "w2"))
+        self.router, self.bias = (
+            weights[f"{name}.gate.weight"].float(),
+            weights[f"{name}.gate.bias"],
+        )
+        self.shared = tuple(
+            fp8_matrix(weights, f"{name}.shared_experts.{w}") for w in ("w1", "w3", "w2")
+        )
+        self.next_router: Tensor | None = None
+        self.next_bias, self.num_guesses = self.bias, 0
+
+    def expect(self, after: Moe, norm: Tensor, next_norm: Tensor, num_guesses: int) -> None:
+        """Guess the next layer's experts from this layer's input, rescaled by the ratio of the two norms' weights."""
+        ratio = next_norm.float() / norm.float()
+        self.next_router, self.next_bias = after.router * ratio, after.bias
+        self.num_guesses = num_guesses
+
+    def guess(self, u: Tensor) -> list[int]:
+        """u: [1, d].  Returns likely experts of the next layer, best first; none behind the last."""
+        if self.next_router is None:
+            return []
+        scores = F.softplus(F.linear(u.float(), self.next_router)).sqrt() + self.next_bias
+        guesses: list[int] = ops.best_places(scores, self.num_guesses)[0].tolist()
+        return guesses
 
     def __call__(self, u: Tensor, experts: ExpertSource, open_expert: OpenExpert) -> Tensor:
         """u: [T, d].  Returns [T, d]."""
@@ -260,14 +308,19 @@ class Moe:
         return ops.route(logits, self.bias, self.spec.top_k, self.spec.route_scale)
 
     def _outputs(
-        self, u: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSource, open_expert: OpenExpert
+        self,
+        u: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        experts: ExpertSource,
+        open_expert: OpenExpert,
     ) -> list[tuple[int, Tensor, Tensor]]:
         """Return (expert, outputs [n, d], their tokens [n]) by ascending expert, whatever arrives first."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
         route = ids[0].tolist()
         touched = sorted(set(ids.flatten().tolist()))
         if len(u) == 1:
-            records = experts.fetch(self.layer, route)
+            records = experts.fetch(self.layer, route, self.guess(u))
         else:
             records = experts.sweep(self.layer, touched)
         for expert, record in records:
@@ -283,7 +336,9 @@ class Block:
 
     def __init__(self, weights: Mapping[str, Tensor], layer: int, spec: DeepseekSpec) -> None:
         self.spec, self.layer = spec, layer
-        self.hc_attn, self.hc_ffn = (HyperConnection(weights, layer, p, spec) for p in ("attn", "ffn"))
+        self.hc_attn, self.hc_ffn = (
+            HyperConnection(weights, layer, p, spec) for p in ("attn", "ffn")
+        )
         self.attn_norm, self.ffn_norm = (
             weights[f"layers.{layer}.{part}_norm.weight"] for part in ("attn", "ffn")
         )
@@ -301,22 +356,38 @@ class DeepseekModel:
         experts: ExpertSource,
         open_expert: OpenExpert,
         engram_rows: EngramRows,
-        row_ids: Callable[[Sequence[int], Sequence[int]], Sequence[Sequence[int]]],
+        row_ids: RowIds,
         max_positions: int,
+        num_guesses: int = 0,
     ) -> None:
-        """weights: by checkpoint name, as stored.  row_ids: (tokens, up to three before) -> ids for each Engram layer.
+        """weights: by checkpoint name, as stored.  max_positions: longest conversation.
 
-        max_positions: longest conversation.
+        num_guesses: of the next layer's experts, for the source; 0 leaves its router alone.
         """
         self.spec, self.experts, self.open_expert = spec, experts, open_expert
+        self.rows: EngramReader | None = None  # set where rows come from the drive
+        self.device_wait_ns = 0
         self.engram_rows, self.row_ids, self.max_positions = engram_rows, row_ids, max_positions
         self.embedding = weights["embed.weight"]
         self.head, self.norm = weights["head.weight"].float(), weights["norm.weight"]
         self.blocks = [Block(weights, layer, spec) for layer in range(spec.num_layers)]
+        if num_guesses:
+            for block, after in itertools.pairwise(self.blocks):
+                block.moe.expect(after.moe, block.ffn_norm, after.ffn_norm, num_guesses)
+        shape = spec.expert_shape
+        resident_nbytes = sum(weight.nbytes for weight in weights.values())
+        self.dense_nbytes = (
+            resident_nbytes
+            + spec.num_layers * spec.top_k * shape.payload_nbytes
+            - self.embedding.nbytes
+        )
         positions = torch.arange(max_positions).float().unsqueeze(1)
         angles = [
             positions * ops.rotation_rates(spec.rope_dim, base, yarn)
-            for base, yarn in ((spec.rope_theta, None), (spec.compress_rope_theta, dataclasses.astuple(spec.yarn)))
+            for base, yarn in (
+                (spec.rope_theta, None),
+                (spec.compress_rope_theta, dataclasses.astuple(spec.yarn)),
+            )
         ]
         # per layer with compressed entries or without: another base
         self.tables = [(angle.cos(), angle.sin()) for angle in angles]
@@ -325,7 +396,9 @@ class DeepseekModel:
         """Return the state of an empty conversation."""
         return DeepseekState(self.spec)
 
-    def prefill(self, tokens: Sequence[int], state: DeepseekState, all_logits: bool = False) -> Tensor:
+    def prefill(
+        self, tokens: Sequence[int], state: DeepseekState, all_logits: bool = False
+    ) -> Tensor:
         """Take in several tokens, layer by layer: fp32 logits [1, vocab] of the last, or [T, vocab] of all."""
         return self._forward(tokens, state, all_logits)
 
@@ -337,17 +410,17 @@ class DeepseekModel:
     def _forward(self, tokens: Sequence[int], state: DeepseekState, all_logits: bool) -> Tensor:
         spec, start = self.spec, state.position
         ids = self.row_ids(tokens, state.context)
-        rows = {
-            layer: self.engram_rows(layer, layer_ids)
-            for layer, layer_ids in zip(spec.engram_layers, ids, strict=True)
-        }
+        if self.rows is not None:
+            self.rows.request(ids)
+        ids_of = dict(zip(spec.engram_layers, ids, strict=True))
         streams = self.embedding[torch.tensor(tokens)].unsqueeze(1).repeat(1, spec.streams, 1)
         pre = torch.zeros(len(tokens), spec.streams)
         pre[:, 0] = 1.0
         choice = Choice()
         for block in self.blocks:
             if block.engram is not None:
-                streams = block.engram(streams, rows[block.layer])
+                rows = self.engram_rows(block.layer, ids_of[block.layer])
+                streams = block.engram(streams, rows)
             streams, pre = self.run_block(block, streams, pre, start, choice, state)
         state.context = [*state.context, *tokens][-3:]
         state.position += len(tokens)
@@ -380,3 +453,87 @@ def expert_matrices(codes: Sequence[Tensor], scales: Sequence[Tensor]) -> Matric
     """
     gate, down, up = (mxfp4_dequantize(c, s) for c, s in zip(codes, scales, strict=True))
     return gate, up, down
+
+
+# ---- what Engine.open asks of a family -----------------------------------------------------------------------------
+
+
+def read_spec(snapshot: Path) -> DeepseekSpec:
+    """Read and check a snapshot's config.json."""
+    return DeepseekSpec.from_config(json.loads((snapshot / "config.json").read_text()))
+
+
+def check_support(spec: DeepseekSpec, config: RunConfig, device: torch.device) -> None:
+    """Refuse what this engine cannot do for the model."""
+    if device.type != "cpu":
+        raise UserError("the deepseek family runs on the CPU only so far", "add hw=cpu")
+    check_context(config.model.context_tokens, spec.max_positions)
+
+
+def expert_layout(spec: DeepseekSpec, files: EngineFiles) -> ShardLayout:
+    """Return where the experts are: in the released shards, as they are."""
+    return find_experts(Checkpoint.open(files.snapshot), spec)
+
+
+def model_sizes(
+    spec: DeepseekSpec,
+    files: EngineFiles,
+    layout: ShardLayout,
+    config: RunConfig,
+    dtype: torch.dtype,
+) -> ModelSizes:
+    """Return what the memory plan needs to know: weights are widened to fp32 for a CPU, experts one at a time."""
+    del files, dtype  # the arithmetic has its own
+    nbytes = {name: 4 * math.prod(shape) for name, (_, shape) in resident_shapes(spec).items()}
+    tokens = config.model.context_tokens
+    entries = sum(tokens // spec.compress_ratios[layer] for layer in spec.kv_sources)
+    state = 2 * spec.num_layers * spec.window * spec.head_dim
+    state += 2 * entries * (spec.head_dim + spec.index_dim)
+    return ModelSizes(
+        residents_nbytes=sum(nbytes.values()) - nbytes["embed.weight"],
+        embedding_nbytes=nbytes["embed.weight"] // 2,
+        state_nbytes=state,
+        record_nbytes=layout.record_nbytes,
+        num_layers=spec.num_layers,
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+    )
+
+
+def open_model(
+    spec: DeepseekSpec,
+    files: EngineFiles,
+    layout: ShardLayout,
+    experts: ExpertSource,
+    config: RunConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> DeepseekModel:
+    """Load the residents from the released shards and open the Engram tables."""
+    del device, dtype
+    checkpoint = Checkpoint.open(files.snapshot)
+    weights = {name: checkpoint.load(name) for name in resident_shapes(spec)}
+    hashes = EngramHash(spec, build_token_map(files.snapshot / "tokenizer.json"))
+    tables = read_engram_tables(checkpoint, spec)
+    rows = EngramReader(spec.engram_layers, tables, config.hw.drive, config.cache.table_rows)
+
+    def open_expert(key: ExpertKey, record: Tensor) -> Matrices:
+        weights_at, scales_at = layout.payload_offsets(key)
+        codes, scales = [], []
+        for height, width in layout.shape.matrices().values():
+            code_nbytes, scale_nbytes = height * width // 2, height * width // MX_GROUP
+            codes.append(record[weights_at : weights_at + code_nbytes].view(height, -1))
+            scales.append(record[scales_at : scales_at + scale_nbytes].view(height, -1))
+            weights_at, scales_at = weights_at + code_nbytes, scales_at + scale_nbytes
+        return expert_matrices(codes, scales)
+
+    def engram_rows(layer: int, ids: Sequence[int]) -> Tensor:
+        return rows.collect(layer, len(ids) // spec.engram_columns)
+
+    guesses = spec.top_k if config.prefetch.experts else 0
+    tokens = config.model.context_tokens
+    model = DeepseekModel(
+        spec, weights, experts, open_expert, engram_rows, hashes.row_ids, tokens, guesses
+    )
+    model.rows = rows
+    return model

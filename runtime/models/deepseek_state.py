@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from runtime.models.deepseek_weights import DeepseekSpec
-from runtime.models.qwen_state import appended
-
-__all__ = ["Compressed", "DeepseekState", "appended"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,7 +35,8 @@ class DeepseekState:
         }
         self.compressed = {
             layer: Compressed(
-                torch.zeros(0, spec.head_dim, dtype=bf16), torch.zeros(0, spec.index_dim, dtype=bf16)
+                torch.zeros(0, spec.head_dim, dtype=bf16),
+                torch.zeros(0, spec.index_dim, dtype=bf16),
             )
             for layer in spec.kv_sources
         }
@@ -60,3 +59,25 @@ class DeepseekState:
         kept = kv[-size:]
         first = start + len(kv) - len(kept)
         self.windows[layer][torch.arange(first, first + len(kept)) % size] = kept
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return a copy of everything that decides the next tokens, as flat tensors."""
+        out = {"position": torch.tensor([self.position]), "context": torch.tensor(self.context)}
+        out |= {f"window.{layer}": window for layer, window in self.windows.items()}
+        out |= {f"tail.{layer}": tail for layer, tail in self.tails.items()}
+        for layer, cache in self.compressed.items():
+            out[f"entries.{layer}"] = cache.entries[: cache.length]
+            out[f"keys.{layer}"] = cache.keys[: cache.length]
+        return {name: tensor.clone() for name, tensor in out.items()}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Become the conversation that `tensors` was copied from."""
+        self.position = int(tensors["position"])
+        self.context = [int(token) for token in tensors["context"]]
+        for layer in self.windows:
+            self.windows[layer] = tensors[f"window.{layer}"].clone()
+        for layer in self.tails:
+            self.tails[layer] = tensors[f"tail.{layer}"].clone()
+        for layer in self.compressed:
+            entries, keys = tensors[f"entries.{layer}"].clone(), tensors[f"keys.{layer}"].clone()
+            self.compressed[layer] = Compressed(entries, keys, len(entries))

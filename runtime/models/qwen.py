@@ -31,7 +31,8 @@ from runtime.experts.reader import DirectReader
 from runtime.experts.slots import SlotExperts
 from runtime.experts.streamer import ExpertSource
 from runtime.models.qwen_decode import Decoder
-from runtime.models.qwen_state import AttentionState, QwenState, appended
+from runtime.models.buffers import appended, check_context
+from runtime.models.qwen_state import AttentionState, QwenState
 from runtime.models.qwen_weights import (
     RESIDENTS_NAME,
     TABLES_NAME,
@@ -628,23 +629,28 @@ def read_spec(snapshot: Path) -> QwenSpec:
     return QwenSpec.from_config(json.loads((snapshot / "config.json").read_text()))
 
 
-def check_context(spec: QwenSpec, context_tokens: int) -> None:
-    """Refuse a window that the model was not made for."""
-    if context_tokens > spec.max_positions:
-        raise UserError(
-            f"model.context_tokens is {context_tokens}, the model was made for {spec.max_positions}",
-            f"set model.context_tokens={spec.max_positions} or less",
-        )
+def check_support(spec: QwenSpec, config: RunConfig, device: torch.device) -> None:
+    """Refuse what this engine cannot do for the model. Both devices will do."""
+    del device
+    check_context(config.model.context_tokens, spec.max_positions)
+
+
+def expert_layout(spec: QwenSpec, files: EngineFiles) -> PackedLayout:
+    """Return where the experts are: in the pack."""
+    del spec  # the pack has its own header
+    assert files.pack is not None, "the repack stage makes it"
+    return PackedLayout.open(files.pack)
 
 
 def model_sizes(
-    spec: QwenSpec, residents: Path, layout: PackedLayout, config: RunConfig, dtype: torch.dtype
+    spec: QwenSpec, files: EngineFiles, layout: PackedLayout, config: RunConfig, dtype: torch.dtype
 ) -> ModelSizes:
     """Return what the memory plan needs to know."""
     size = dtype.itemsize
+    assert files.residents is not None, "the residents stage makes it"
     nbytes = {
         name: math.prod(info.shape) * (_kept_dtype(name, info.dtype) or dtype).itemsize
-        for name, info in read_header(residents / RESIDENTS_NAME).items()
+        for name, info in read_header(files.residents / RESIDENTS_NAME).items()
     }
     embedding_nbytes = nbytes.pop(EMBEDDING)
     # what is kept in another form beside the tensors of the file: gains in fp32
@@ -697,12 +703,16 @@ def _scratch(spec: QwenSpec, context: int, size: int) -> tuple[tuple[int, int], 
 def open_model(
     spec: QwenSpec,
     files: EngineFiles,
+    layout: PackedLayout,
     experts: ExpertSource,
     config: RunConfig,
     device: torch.device,
     dtype: torch.dtype,
 ) -> QwenModel:
     """Load the residents and open the n-gram table."""
+    del layout  # a packed record holds its payload from the first byte
+    assert files.residents is not None, "the residents stage makes it"
+    assert files.pack is not None, "the repack stage makes it"
     weights = load_residents(files.residents / RESIDENTS_NAME, device, dtype)
     tables = json.loads((files.residents / TABLES_NAME).read_text())
     table, table_scale = table_from_json(tables, files.snapshot)

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from runtime.models.qwen_weights import QwenSpec
 
-KV_GROWTH_TOKENS = 256  # buffers of keys and values grow by at least this many
-
 
 @dataclasses.dataclass(slots=True)
 class AttentionState:
@@ -95,15 +93,3 @@ class QwenState:
                     for part in ("keys", "values", "pooled", "open_block")
                 )
             )
-
-
-def appended(buffer: Tensor, length: int, new: Tensor) -> Tensor:
-    """Return `buffer` with `new` written at `length`, grown where it is too small."""
-    end = length + new.shape[0]
-    if end > buffer.shape[0]:
-        capacity = max(end, buffer.shape[0] + max(KV_GROWTH_TOKENS, buffer.shape[0] // 2))
-        grown = buffer.new_zeros((capacity, *buffer.shape[1:]))
-        grown[:length] = buffer[:length]
-        buffer = grown
-    buffer[length:end] = new
-    return buffer
