@@ -7,7 +7,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -62,7 +62,13 @@ class Model(Protocol):
 
     def new_state(self) -> Any: ...
 
-    def prefill(self, tokens: list[int], state: Any, all_logits: bool = False) -> Tensor: ...
+    def prefill(
+        self,
+        tokens: list[int],
+        state: Any,
+        all_logits: bool = False,
+        after_layer: Callable[[], None] = ...,
+    ) -> Tensor: ...
 
     def decode(self, token: int, state: Any) -> Tensor: ...
 

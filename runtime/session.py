@@ -59,7 +59,8 @@ class Session:
     ) -> Tensor:
         """Make the timeline equal to `prompt`: fp32 logits [1, vocab] after its last token.
 
-        Only what is new is computed, in pieces; between pieces `is_cancelled` is asked, and Cancelled raised.
+        Only what is new is computed, in pieces; between pieces `is_cancelled` is asked, and Cancelled raised. A first
+        piece, which has nothing to lose, is given up after any layer.
         """
         started = time.perf_counter()
         before = self.engine.counters()
@@ -72,7 +73,7 @@ class Session:
             if is_cancelled():
                 raise Cancelled
             piece = list(prompt[start : start + size])
-            self._logits = self._advance(piece)
+            self._logits = self._advance(piece, None if self.tokens else is_cancelled)
         assert self._logits is not None
         self.prefill_stats = self.engine.token_stats(
             len(prompt), len(prompt) - self.cached_tokens, started, before
@@ -123,12 +124,18 @@ class Session:
             logits = self._logits = self._advance([token])
             stats = self.engine.token_stats(len(self.tokens), 1, started, before)
 
-    def _advance(self, tokens: list[int]) -> Tensor:
+    def _advance(self, tokens: list[int], is_cancelled: Callable[[], bool] | None = None) -> Tensor:
+        """is_cancelled: asked after each layer of a prompt; None: the tokens are taken in whatever happens."""
+
+        def after_layer() -> None:
+            if is_cancelled is not None and is_cancelled():
+                raise Cancelled
+
         try:
             if len(tokens) == 1:
                 logits = self.engine.model.decode(tokens[0], self._state)
             else:
-                logits = self.engine.model.prefill(tokens, self._state)
+                logits = self.engine.model.prefill(tokens, self._state, after_layer=after_layer)
         except BaseException:
             self.reset()  # some layers have seen these tokens, others have not
             raise

@@ -397,17 +397,30 @@ class DeepseekModel:
         return DeepseekState(self.spec)
 
     def prefill(
-        self, tokens: Sequence[int], state: DeepseekState, all_logits: bool = False
+        self,
+        tokens: Sequence[int],
+        state: DeepseekState,
+        all_logits: bool = False,
+        after_layer: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """Take in several tokens, layer by layer: fp32 logits [1, vocab] of the last, or [T, vocab] of all."""
-        return self._forward(tokens, state, all_logits)
+        """Take in several tokens, layer by layer: fp32 logits [1, vocab] of the last, or [T, vocab] of all.
+
+        after_layer: called after each layer; what it raises leaves the state half-way.
+        """
+        return self._forward(tokens, state, all_logits, after_layer)
 
     def decode(self, token: int, state: DeepseekState) -> Tensor:
         """Take in one token: fp32 logits [1, vocab]."""
-        return self._forward([token], state, all_logits=False)
+        return self._forward([token], state, all_logits=False, after_layer=lambda: None)
 
     @torch.inference_mode()
-    def _forward(self, tokens: Sequence[int], state: DeepseekState, all_logits: bool) -> Tensor:
+    def _forward(
+        self,
+        tokens: Sequence[int],
+        state: DeepseekState,
+        all_logits: bool,
+        after_layer: Callable[[], None],
+    ) -> Tensor:
         spec, start = self.spec, state.position
         ids = self.row_ids(tokens, state.context)
         if self.rows is not None:
@@ -422,6 +435,7 @@ class DeepseekModel:
                 rows = self.engram_rows(block.layer, ids_of[block.layer])
                 streams = block.engram(streams, rows)
             streams, pre = self.run_block(block, streams, pre, start, choice, state)
+            after_layer()
         state.context = [*state.context, *tokens][-3:]
         state.position += len(tokens)
         if not all_logits:

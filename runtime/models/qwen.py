@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -557,18 +557,33 @@ class QwenModel:
             self.spec, self.head.dtype, self.device, is_borrowed=self.decoder is not None
         )
 
-    def prefill(self, tokens: Sequence[int], state: QwenState, all_logits: bool = False) -> Tensor:
-        """Take in several tokens, layer by layer: fp32 logits [1, vocab] of the last, or [T, vocab] of all."""
-        return self._forward(tokens, state, all_logits)
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        state: QwenState,
+        all_logits: bool = False,
+        after_layer: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """Take in several tokens, layer by layer: fp32 logits [1, vocab] of the last, or [T, vocab] of all.
+
+        after_layer: called after each layer; what it raises leaves the state half-way.
+        """
+        return self._forward(tokens, state, all_logits, after_layer)
 
     def decode(self, token: int, state: QwenState) -> Tensor:
         """Take in one token: fp32 logits [1, vocab]."""
         if self.decoder is not None:
             return self.decoder.step(token, state).clone()  # the next step overwrites its buffer
-        return self._forward([token], state, all_logits=False)
+        return self._forward([token], state, all_logits=False, after_layer=lambda: None)
 
     @torch.inference_mode()
-    def _forward(self, tokens: Sequence[int], state: QwenState, all_logits: bool) -> Tensor:
+    def _forward(
+        self,
+        tokens: Sequence[int],
+        state: QwenState,
+        all_logits: bool,
+        after_layer: Callable[[], None],
+    ) -> Tensor:
         """Layer by layer; within a layer all tokens go through the experts at once, through the rest in chunks."""
         spec, ple, device = self.spec, self.ple, self.device
         if self.decoder is not None:
@@ -603,6 +618,7 @@ class QwenModel:
             for part in chunks:
                 residual[part] += amounts[part] * y[part].unsqueeze(1)
             del y
+            after_layer()
         state.ngram_context = [*state.ngram_context, *tokens][-2:]
         state.position += len(tokens)
         last, _ = self.final_mixer.mix(residual if all_logits else residual[-1:])

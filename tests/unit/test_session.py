@@ -223,14 +223,24 @@ def test_a_stop_string_that_is_never_complete(session, golden, limit):
 
 def test_cancel_between_pieces(session, engine, forwards, heldout_tokens):
     """Whole pieces stay; the same prompt goes on from there."""
-    answers = iter([False, False, True])
     with pytest.raises(Cancelled):
-        session.sync(heldout_tokens[:50], lambda: next(answers))
+        session.sync(heldout_tokens[:50], lambda: len(session.tokens) == 32)
     assert session.tokens == heldout_tokens[:32]
     found = session.sync(heldout_tokens[:50])
     assert session.cached_tokens == 32
     assert forwards == [16, 16, 16, 2]
     assert torch.equal(found, Session(engine).sync(heldout_tokens[:50]))
+
+
+def test_cancel_within_the_first_piece(session, engine, heldout_tokens):
+    """A prompt of one long piece is given up after the layer in work; the next one starts from nothing."""
+    asked = []
+    with pytest.raises(Cancelled):
+        session.sync(heldout_tokens[:16], lambda: asked.append(1) or len(asked) == 4)
+    assert len(asked) == 4
+    assert session.tokens == []
+    found = session.sync(heldout_tokens[:16])
+    assert torch.equal(found, Session(engine).sync(heldout_tokens[:16]))
 
 
 def test_cancel_while_answering(session, golden):
