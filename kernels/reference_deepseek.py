@@ -32,7 +32,6 @@ def act_quant(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     amax = blocks.abs().amax(-1).clamp(min=AMAX_FLOOR)
-    # a product with the rounded reciprocal, not a division: the two differ near powers of two
     scale = power_of_two_above(amax * (1.0 / E4M3_MAX))
     values = (blocks / scale.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return values.flatten(-2), scale
@@ -142,7 +141,10 @@ def hyper_mixes(
     streams: [T, S, d] bf16.  fn: [2 S + S^2, S d], scale: [3], base: [2 S + S^2], fp32.
     """
     flat = streams.float().flatten(1)
-    mixes = F.linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+    # in fp64: an fp32 product sums in another order for one row than for many, and one flipped bf16 result further on
+    # moves an FP4 entry that every later token sees
+    products = F.linear(flat.double(), fn.double()).float()
+    mixes = products * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
     return split_mixes(mixes, scale, base, streams.shape[1], iterations, eps)
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek checkpoints of this tree with their experts in memory, and what the reference computed from the golden one."""
+"""DeepSeek checkpoints of this tree with their experts in memory, and the recorded vectors of the golden one."""
 
 from __future__ import annotations
 
@@ -146,17 +146,24 @@ def row_errors(found, wanted):
     return (found - wanted).square().mean(1).sqrt()
 
 
-class LayerRun:
+class Layers:
     """The layers of the 40-token prompt, each from golden inputs; the state carries over to the decoded steps."""
 
     def __init__(self, model):
         self.model, self.state = model, model.new_state()
         self.records = golden("layers_p40")
+        self.routes = {}  # layer -> (ids, weights) of the last step
+        for block in model.blocks:
+            block.moe.route = functools.partial(self._route, block.layer, block.moe.route)
+
+    def _route(self, layer, route, u):
+        self.routes[layer] = route(u)
+        return self.routes[layer]
 
     @torch.inference_mode()
-    def step(self, part, start):
-        """part: prefill, decode0 or decode1.  Yields (layer, h_out, pre after it, choice)."""
-        choice = Choice()
+    def step(self, part):
+        """part: prefill, decode0 or decode1, in this order.  Yields (layer, streams, pre after it, choice)."""
+        start, choice = {"prefill": 0, "decode0": 40, "decode1": 41}[part], Choice()
         for block in self.model.blocks:
             streams, pre = (
                 self.records[f"{part}.{block.layer}.{name}"] for name in ("h_in", "pre_mix_in")
@@ -165,11 +172,19 @@ class LayerRun:
             yield block.layer, out, after, choice
 
     def wanted(self, part, layer):
-        """The recorded (h_out, pre after it)."""
+        """Return the recorded (streams, pre after the layer)."""
         name = f"{part}.{layer}.h_out"
-        h_out = self.records[name if name in self.records else f"{part}.{layer + 1}.h_in"]
-        return h_out, self.records[f"{part}.{layer}.pre_mix_out"]
+        streams = self.records[name if name in self.records else f"{part}.{layer + 1}.h_in"]
+        return streams, self.records[f"{part}.{layer}.pre_mix_out"]
 
 
 def relative_error(found, wanted):
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def padded_to(slots, width):
+    """Chosen places, ascending, with -1 behind them, as the golden files have them."""
+    last = slots.max() + 1
+    slots = torch.where(slots < 0, last, slots).sort(dim=1).values
+    slots = torch.where(slots == last, -1, slots)
+    return torch.nn.functional.pad(slots, (0, width - slots.shape[1]), value=-1)
