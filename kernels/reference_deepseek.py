@@ -234,7 +234,10 @@ def candidate_mask(scores: Tensor, visible: Tensor, num_blocks: int, block: int)
 
 
 def route(logits: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Choose experts: logits [T, E] fp32, bias [E], which only selects.  (ids [T, k], best first, weights [T, k] fp32)."""
+    """Choose experts: (ids [T, k], best first, weights [T, k] fp32).
+
+    logits: [T, E] fp32.  bias: [E], which only selects.
+    """
     scores = F.softplus(logits).sqrt()
     ids = best_places(scores + bias, top_k)
     chosen = scores.gather(1, ids)

@@ -14,7 +14,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -317,13 +316,13 @@ class Moe:
     ) -> list[tuple[int, Tensor, Tensor]]:
         """Return (expert, outputs [n, d], their tokens [n]) by ascending expert, whatever arrives first."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
-        route = ids[0].tolist()
+        is_token = len(u) == 1
         touched = sorted(set(ids.flatten().tolist()))
-        if len(u) == 1:
-            records = experts.fetch(self.layer, route, self.guess(u))
-        else:
-            records = experts.sweep(self.layer, touched)
-        for expert, record in records:
+        for expert, record in (
+            experts.fetch(self.layer, ids[0].tolist(), self.guess(u))
+            if is_token
+            else experts.sweep(self.layer, touched)
+        ):
             tokens, place = (ids == expert).nonzero(as_tuple=True)
             matrices = open_expert(ExpertKey(self.layer, expert), record)
             limit, weight = self.spec.swiglu_limit, weights[tokens, place].unsqueeze(1)
@@ -446,7 +445,7 @@ class DeepseekModel:
     def run_block(
         self, block: Block, streams: Tensor, pre: Tensor, start: int, choice: Choice, state: DeepseekState
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Run one layer: streams [T, S, d] after Engram, pre [T, S] of the sublayer before.  Returns both, as after it."""
+        """Run one layer: streams [T, S, d] after Engram, pre [T, S] of the sublayer before.  Returns both, after it."""
         eps = self.spec.eps
         is_compressed = self.spec.compress_ratios[block.layer] > 0
         cos, sin = self.tables[int(is_compressed)]

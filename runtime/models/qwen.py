@@ -30,8 +30,8 @@ from runtime.experts.layout import Nvfp4Shape, PackedLayout
 from runtime.experts.reader import DirectReader
 from runtime.experts.slots import SlotExperts
 from runtime.experts.streamer import ExpertSource
-from runtime.models.qwen_decode import Decoder
 from runtime.models.buffers import appended, check_context
+from runtime.models.qwen_decode import Decoder
 from runtime.models.qwen_state import AttentionState, QwenState
 from runtime.models.qwen_weights import (
     RESIDENTS_NAME,
