@@ -133,6 +133,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor
     return torch.cat([kept, turned.to(x.dtype)], dim=-1)
 
 
+def steady_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x W^T, summed in fp64: x [T, K], weight [N, K].  fp32 [T, N].
+
+    An fp32 product sums in another order for one row than for many, and one flipped bf16 result further on moves an FP4
+    entry that every later token sees.
+    """
+    return F.linear(x.double(), weight.double()).float()
+
+
 def hyper_mixes(
     streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, norm_eps: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -141,10 +150,7 @@ def hyper_mixes(
     streams: [T, S, d] bf16.  fn: [2 S + S^2, S d], scale: [3], base: [2 S + S^2], fp32.
     """
     flat = streams.float().flatten(1)
-    # in fp64: an fp32 product sums in another order for one row than for many, and one flipped bf16 result further on
-    # moves an FP4 entry that every later token sees
-    products = F.linear(flat.double(), fn.double()).float()
-    mixes = products * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+    mixes = steady_linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
     return split_mixes(mixes, scale, base, streams.shape[1], iterations, eps)
 
 

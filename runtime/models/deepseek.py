@@ -134,7 +134,7 @@ class Compressor:
         if self.wgate is None:
             return ops.rms_norm(F.linear(u, self.wkv), self.norm, eps)
         x = u.float()
-        a, z = F.linear(x, self.wkv.float()), F.linear(x, self.wgate.float())
+        a, z = ops.steady_linear(x, self.wkv), ops.steady_linear(x, self.wgate)
         tail = state.tails[self.layer]  # [0 or 1, 2, D], a token whose partner has not come
         a, z = torch.cat([tail[:, 0], a]), torch.cat([tail[:, 1], z])
         whole = len(a) // 2 * 2
@@ -303,7 +303,7 @@ class Moe:
 
     def route(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts [T, k], best first, and their weights [T, k] fp32."""
-        logits = F.linear(u.float(), self.router)
+        logits = ops.steady_linear(u, self.router)
         return ops.route(logits, self.bias, self.spec.top_k, self.spec.route_scale)
 
     def _outputs(

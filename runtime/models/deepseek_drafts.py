@@ -1,0 +1,359 @@
+"""The draft heads of DeepSeek-V4.1-Flash (DSpark), and exact greedy decoding with what they propose.
+
+Owns the drafts' arithmetic, the taps that they read from the main model, and the way back from rejected rows. The
+stages are layers of the main model's kind: they run as a small model of their own. Knows no file.
+
+Letters: T rows of this call, d hidden, S streams, D head size, V vocabulary, B rows of a draft block.
+A draft's position is the number of main positions it has been seeded with: its block starts there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import reference_deepseek as ops
+from runtime.experts.streamer import ExpertSource
+from runtime.models.deepseek import (
+    Attention,
+    Block,
+    Choice,
+    Compressor,
+    DeepseekModel,
+    EngramRows,
+    OpenExpert,
+    RowIds,
+    fp8_matrix,
+)
+from runtime.models.deepseek_state import DeepseekState
+from runtime.models.deepseek_weights import DeepseekSpec, draft_shapes
+
+# ---- the main model, tapped and with a way back --------------------------------------------------------------------
+
+
+class KeepingCompressor(Compressor):
+    """A compressor that remembers what it was given last."""
+
+    inputs: Tensor  # [T, d] bf16, at most a window of rows
+
+    def extend(self, u: Tensor, start: int, state: DeepseekState, cos: Tensor, sin: Tensor) -> None:
+        self.inputs = u[-self.spec.window :].clone()
+        super().extend(u, start, state, cos, sin)
+
+    def refill(self, tail: Tensor, u: Tensor, state: DeepseekState) -> None:
+        """Leave the half pair that rows u leave after `tail`."""
+        state.tails[self.layer] = tail
+        self._latents(u, state)
+
+
+class Step:
+    """One call of the main model over a few rows; `keep` takes back what is not accepted, before the next call."""
+
+    def __init__(self, model: TappedModel, tokens: Sequence[int], state: DeepseekState) -> None:
+        """tokens: at most a window of them."""
+        size = model.spec.window
+        if len(tokens) > size:
+            raise ValueError(
+                f"{len(tokens)} rows cannot be taken back from a window of {size} positions"
+            )
+        self.model, self.tokens, self.state = model, list(tokens), state
+        self.start, self.context = state.position, state.context
+        self.tails = dict(state.tails)  # replaced by the call, not written into
+        self.slots = torch.arange(self.start, self.start + len(tokens)) % size
+        self.overwritten = {layer: ring[self.slots] for layer, ring in state.windows.items()}
+        self.logits = model.prefill(self.tokens, state, all_logits=True)  # [T, V] fp32
+        self.taps = model.taps()  # [T, target layers * d] bf16
+        self.inputs = {source.layer: source.inputs for source in model.compressors}
+
+    @torch.inference_mode()
+    def keep(self, count: int) -> None:
+        """Leave the state as if only the first `count` rows had been fed."""
+        if count == len(self.tokens):
+            return
+        state, end = self.state, self.start + count
+        for layer, rows in self.overwritten.items():
+            state.windows[layer][self.slots[count:]] = rows[count:]
+        for source in self.model.compressors:
+            state.compressed[source.layer].length = end // source.ratio
+            if source.layer in self.tails:
+                inputs = self.inputs[source.layer][:count]
+                source.refill(self.tails[source.layer], inputs, state)
+        state.context = [*self.context, *self.tokens[:count]][-3:]
+        state.position = end
+
+
+class TappedModel(DeepseekModel):
+    """The text model, which also tells what its target layers were given."""
+
+    def __init__(
+        self,
+        spec: DeepseekSpec,
+        weights: Mapping[str, Tensor],
+        experts: ExpertSource,
+        open_expert: OpenExpert,
+        engram_rows: EngramRows,
+        row_ids: RowIds,
+        max_positions: int,
+        num_guesses: int = 0,
+    ) -> None:
+        """As DeepseekModel."""
+        super().__init__(
+            spec, weights, experts, open_expert, engram_rows, row_ids, max_positions, num_guesses
+        )
+        self.compressors = [KeepingCompressor(weights, layer, spec) for layer in spec.kv_sources]
+        for compressor in self.compressors:
+            self.blocks[compressor.layer].attention.compressor = compressor
+        self._taps: dict[int, Tensor] = {}
+
+    def run_block(
+        self, block: Block, streams: Tensor, pre: Tensor, start: int, choice: Choice, state: DeepseekState
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if block.layer in self.spec.target_layers:
+            self._taps[block.layer] = streams.float().mean(1).to(torch.bfloat16)
+        return super().run_block(block, streams, pre, start, choice, state)
+
+    def taps(self) -> Tensor:
+        """Return what the drafts read of the last call: [T, target layers * d] bf16."""
+        return torch.cat([self._taps[layer] for layer in self.spec.target_layers], dim=1)
+
+    def attempt(self, tokens: Sequence[int], state: DeepseekState) -> Step:
+        """Take in a few tokens that may be taken back: at most a window of them."""
+        return Step(self, tokens, state)
+
+
+# ---- the drafts ----------------------------------------------------------------------------------------------------
+
+
+def stage_spec(spec: DeepseekSpec) -> DeepseekSpec:
+    """Return the configuration of the stages as a model of their own: window attention alone, fewer experts."""
+    return dataclasses.replace(
+        spec,
+        num_layers=spec.num_drafts,
+        num_experts=spec.draft_experts,
+        top_k=spec.draft_top_k,
+        compress_ratios=(0,) * spec.num_drafts,
+        kv_sources=(),
+        index_sources=(),
+        engram_layers=(),
+        engram_rows=(),
+    )
+
+
+class DraftState(DeepseekState):
+    """Rings of projected taps, one per stage, with room to take back a block and the token before it."""
+
+    def __init__(self, spec: DeepseekSpec) -> None:
+        """spec: of the stages."""
+        self.reach = spec.window
+        super().__init__(
+            dataclasses.replace(spec, window=spec.window + spec.dspark_block + 1)
+        )  # the base class keeps position p in row p mod window
+        self.oldest = 0  # position still in the rings
+
+    def window(self, layer: int, start: int) -> Tensor:
+        """Return the entries of the main positions that a block from `start` sees: [n, D].
+
+        In the order of a ring of `reach` slots, as released: attention sums in parts, so order shows in the last bit.
+        """
+        places = torch.arange(max(0, start - self.reach), start)
+        order = (places % self.reach).argsort()
+        return self.windows[layer][places[order] % self.spec.window]
+
+    def advance(self, count: int) -> None:
+        """Count positions whose entries all stages have."""
+        self.position += count
+        self.oldest = max(self.oldest, self.position - self.spec.window)
+
+    def take_back(self, position: int) -> None:
+        """Forget the main positions from `position` on. Raises ValueError when older ones were overwritten."""
+        if max(0, position - self.reach) < self.oldest or position > self.position:
+            raise ValueError(
+                f"drafts at position {self.position} cannot go back to {position}: "
+                f"the rings start at {self.oldest}"
+            )
+        self.position = position
+
+    def tensors(self) -> dict[str, Tensor]:
+        rings = {f"window.{layer}": self.window(layer, self.position) for layer in self.windows}
+        return {"position": torch.tensor([self.position]), **rings}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        self.position = int(tensors["position"])
+        self.oldest = max(0, self.position - self.reach)
+        places = torch.arange(self.oldest, self.position)
+        order = (places % self.reach).argsort()
+        for layer, ring in self.windows.items():
+            ring[places[order] % self.spec.window] = tensors[f"window.{layer}"]
+
+
+class DraftAttention(Attention):
+    """Attention of a stage: every row of a block sees all seeded positions in reach and the whole block."""
+
+    def seed(self, main: Tensor, start: int, state: DraftState, cos: Tensor, sin: Tensor) -> None:
+        """Enter projected taps main [T, d] of the positions from `start` into the ring.  cos, sin: of these."""
+        kv = ops.rms_norm(ops.quantized_linear(main, self.wkv), self.kv_norm, self.spec.eps)
+        kv = ops.act_rounded(ops.rotate(kv, cos, sin)).to(torch.bfloat16)
+        state.remember(self.layer, start, kv)
+
+    def _visible(
+        self, kv: Tensor, start: int, choice: Choice, state: DeepseekState
+    ) -> tuple[Tensor, Tensor]:
+        del choice
+        entries = torch.cat([state.window(self.layer, start), kv])
+        return entries, torch.arange(len(entries)).expand(len(kv), -1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Proposal:
+    """What the drafts expect after a token."""
+
+    tokens: list[int]
+    logits: Tensor  # [len(tokens), V] fp32, with the bias of the token before
+    confidence: Tensor  # [len(tokens)] fp32, logits of "accepted if those before it are"
+
+
+class Drafts:
+    """The draft heads. `seed` follows the main model; `propose` guesses what comes after a token."""
+
+    def __init__(
+        self,
+        main: DeepseekModel,
+        weights: Mapping[str, Tensor],
+        experts: ExpertSource,
+        open_expert: OpenExpert,
+    ) -> None:
+        """main: lends embedding and head.  weights: of `draft_shapes`.  experts: layers count the stages from 0."""
+        spec = main.spec
+        self.block, self.noise_id = spec.dspark_block, spec.noise_id
+        first, last = "mtp.0", f"mtp.{spec.num_drafts - 1}"
+        self.main_proj = fp8_matrix(weights, f"{first}.main_proj")
+        self.main_norm = weights[f"{first}.main_norm.weight"]
+        self.markov_embedding = weights[f"{last}.markov_head.embed.weight"]
+        self.markov_head = weights[f"{last}.markov_head.head.weight"].float()
+        self.confidence = weights[f"{last}.confidence_head.proj.weight"].float()
+        stages = {
+            name.replace("mtp.", "layers.", 1): weights[name] for name in draft_shapes(spec)
+        } | {
+            "embed.weight": main.embedding,
+            "head.weight": main.head,
+            "norm.weight": weights[f"{last}.norm.weight"],
+        }
+        self.spec = stage_spec(spec)
+        self.stages = DeepseekModel(
+            self.spec,
+            stages,
+            experts,
+            open_expert,
+            main.engram_rows,
+            main.row_ids,
+            main.max_positions + self.block,
+        )
+        self.attention = [
+            DraftAttention(stages, stage, self.spec) for stage in range(spec.num_drafts)
+        ]
+        for block, attention in zip(self.stages.blocks, self.attention, strict=True):
+            block.attention = attention
+
+    def new_state(self) -> DraftState:
+        """Return the state of an empty conversation."""
+        return DraftState(self.spec)
+
+    @torch.inference_mode()
+    def seed(self, taps: Tensor, state: DraftState) -> None:
+        """Take in the taps [T, target layers * d] bf16 of the main positions that follow those known so far."""
+        kept = taps[-state.spec.window :]
+        start = state.position + len(taps) - len(kept)
+        main = ops.rms_norm(
+            ops.quantized_linear(kept, self.main_proj), self.main_norm, self.spec.eps
+        )
+        cos, sin = (table[start : start + len(kept)] for table in self.stages.tables[0])
+        for attention in self.attention:
+            attention.seed(main, start, state, cos, sin)
+        state.advance(len(taps))
+
+    @torch.inference_mode()
+    def propose(self, token: int, state: DraftState, depth: int) -> Proposal:
+        """Guess `depth` tokens, 1 to B, after `token`, the one that follows the seeded positions.
+
+        All B rows are computed whatever the depth: they see each other. The state stays as it is.
+        """
+        rows = self._rows(token, state)[:depth]
+        normed = ops.rms_norm(rows, self.stages.norm, self.spec.eps)
+        base = F.linear(normed.float(), self.stages.head)
+        tokens, logits, confidence = [], [], []
+        for row, of_row in zip(rows, base, strict=True):
+            before = self.markov_embedding[token].float()
+            logits.append(of_row + F.linear(before, self.markov_head))
+            confidence.append(F.linear(torch.cat([row.float(), before]), self.confidence))
+            token = int(logits[-1].argmax())
+            tokens.append(token)
+        return Proposal(tokens, torch.stack(logits), torch.cat(confidence))
+
+    def _rows(self, token: int, state: DraftState) -> Tensor:
+        """Run the stages over `token` and noise: [B, d] bf16, before the last norm."""
+        ids = torch.tensor([token] + [self.noise_id] * (self.block - 1))
+        streams = self.stages.embedding[ids].unsqueeze(1).repeat(1, self.spec.streams, 1)
+        pre = torch.zeros(self.block, self.spec.streams)
+        pre[:, 0] = 1.0
+        choice = Choice()
+        for block in self.stages.blocks:
+            streams, pre = self.stages.run_block(block, streams, pre, state.position, choice, state)
+        return ops.hyper_read(streams, pre)
+
+
+# ---- greedy decoding -----------------------------------------------------------------------------------------------
+
+
+class GreedyDrafting:
+    """One conversation, decoded greedily: drafts only change how many tokens a pass of the main model gives.
+
+    All tokens told so far have been fed, except the last.
+    """
+
+    def __init__(self, model: TappedModel, drafts: Drafts, depth: int) -> None:
+        """depth: drafts per pass, 0 to the drafts' block; 0 decodes without them."""
+        if not 0 <= depth <= drafts.block:
+            raise ValueError(f"depth is {depth}, the drafts give up to {drafts.block}")
+        self.model, self.drafts, self.depth = model, drafts, depth
+        self.state, self.draft_state = model.new_state(), drafts.new_state()
+        self.proposed = self.accepted = self.passes = 0
+
+    def read(self, tokens: Sequence[int]) -> int:
+        """Take in a prompt, or what follows the last answer: its unfed last token first. Returns the next token."""
+        logits = self.model.prefill(tokens, self.state)
+        self.drafts.seed(self.model.taps(), self.draft_state)
+        return int(logits[-1].argmax())
+
+    def step(self, token: int, limit: int, stops: Collection[int] = ()) -> list[int]:
+        """Feed `token`, the last one told. Returns what follows it: 1 to min(depth + 1, limit), none behind a stop."""
+        room = self.model.max_positions - self.state.position
+        depth = max(0, min(self.depth, limit - 1, room - 1))
+        guesses = self.drafts.propose(token, self.draft_state, depth).tokens if depth else []
+        step = self.model.attempt([token, *guesses], self.state)
+        out: list[int] = []
+        for guess, best in zip([*guesses, None], step.logits.argmax(1).tolist(), strict=True):
+            out.append(best)
+            if guess != best or best in stops:
+                break
+        step.keep(len(out))
+        self.drafts.seed(step.taps[: len(out)], self.draft_state)
+        self.passes += 1
+        self.proposed += len(guesses)
+        self.accepted += sum(a == b for a, b in zip(guesses, out, strict=False))
+        return out
+
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int, stops: Collection[int] = ()
+    ) -> Iterator[int]:
+        """Yield the greedy continuation: max_tokens of it (1 or more), or up to and with the first stop."""
+        out, told = [self.read(prompt)], 0
+        while True:
+            yield from out
+            told += len(out)
+            if told >= max_tokens or out[-1] in stops:
+                return
+            out = self.step(out[-1], max_tokens - told, stops)
