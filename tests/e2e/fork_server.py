@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -35,6 +36,8 @@ def answer(request: dict) -> None:
         os.dup2(writer, 1)
     os.chdir(request["cwd"])
     if number := request.get("signal"):
+        # started in the background, a process inherits that ctrl-c is ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         real = StageContext.done
 
         def done(ctx: StageContext, unit: str, **facts: object) -> None:

@@ -8,7 +8,10 @@ import statistics
 
 import pytest
 import torch
-from deepseek_golden import (
+
+from runtime.models.deepseek import Choice
+from runtime.models.deepseek_drafts import Drafts, GreedyDrafting, Proposal, TappedModel
+from tests.parity.deepseek_golden import (
     GOLDEN,
     LAYER_BOUND,
     MAX_POSITIONS,
@@ -23,12 +26,9 @@ from deepseek_golden import (
     weights_of,
 )
 
-from runtime.models.deepseek import Choice
-from runtime.models.deepseek_drafts import Drafts, GreedyDrafting, Proposal, TappedModel
-
 SMALL_MARGIN = 0.01  # of a choice, logits or router scores: below it another order of sums may choose otherwise
 STEPS = 24  # recorded passes of the drafts
-ANSWER = 16
+ANSWER = 12
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,8 @@ def recorded_taps(name):
     return torch.cat([records["prefill.main_hidden"], records["decode.main_hidden"]])
 
 
-def equal_tensors(a, b):
+def different(a, b):
+    """Name what is not bit-equal in two states."""
     assert a.keys() == b.keys()
     return [name for name in a if not torch.equal(a[name], b[name])]
 
@@ -206,7 +207,7 @@ def test_seeding_in_pieces(drafts, sizes):
         size = sizes[at % len(sizes)]
         drafts.seed(taps[at : at + size], state)
         at += size
-    assert not equal_tensors(state.tensors(), whole.tensors())
+    assert not different(state.tensors(), whole.tensors())
 
 
 @pytest.mark.parametrize("kept", [5, 15, 16, 17, 60])
@@ -217,7 +218,7 @@ def test_rejected_seeds_leave_no_trace(drafts, kept):
     for rejected in (1, drafts.block + 1):
         drafts.seed(taps[-rejected:], state)
         state.take_back(kept)
-        assert not equal_tensors(state.tensors(), clean.tensors())
+        assert not different(state.tensors(), clean.tensors())
         assert torch.equal(drafts.propose(7, state, 3).logits, drafts.propose(7, clean, 3).logits)
 
 
@@ -241,7 +242,7 @@ def test_what_the_rings_lost_is_not_taken_back(drafts):
 
 
 @pytest.mark.parametrize("before", [1, 14, 40, 41])
-@pytest.mark.parametrize("rows", [1, 2, 4, 6])
+@pytest.mark.parametrize("rows", [1, 4])
 def test_rejected_rows_leave_no_trace(tapped, before, rows):
     tokens, clean = prompt_of("p100"), tapped.new_state()
     tapped.prefill(tokens[:before], clean)
@@ -259,7 +260,7 @@ def test_rejected_rows_leave_no_trace(tapped, before, rows):
         if kept:
             tapped.prefill(accepted[:kept], clean)
         for state in states:
-            assert not equal_tensors(state.tensors(), clean.tensors())
+            assert not different(state.tensors(), clean.tensors())
         token = tokens[before + rows]
         assert torch.equal(tapped.decode(token, states[0]), tapped.decode(token, clean))
 
@@ -319,19 +320,17 @@ def test_accepted_runs_of_every_length(tapped, plain, drafts, answers, name, see
     plain.prefill(prompt, clean)
     for token in answer[: ANSWER - 1]:
         plain.decode(token, clean)
-    assert not equal_tensors(drafting.state.tensors(), clean.tensors())
+    assert not different(drafting.state.tensors(), clean.tensors())
     tapped.prefill(prompt + answer[: ANSWER - 1], tapped.new_state())
     drafts.seed(tapped.taps(), rings)
-    found, wanted = drafting.draft_state.tensors(), rings.tensors()
-    for ring in wanted:
-        assert relative_error(found[ring], wanted[ring]) < LAYER_BOUND
+    assert not different(drafting.draft_state.tensors(), rings.tensors())
 
 
 def test_nothing_is_fed_behind_a_stop(tapped, drafts, answers):
     prompt, answer = prompt_of("p40"), answers["p40"]
-    stop = answer[6]
+    stop = answer[5]
     count = answer.index(stop) + 1
-    for seed in range(4):
+    for seed in range(2):
         drafting = GreedyDrafting(tapped, Oracle(drafts, prompt, answer, seed), depth=3)
         assert list(drafting.generate(prompt, ANSWER, {stop})) == answer[:count]
         assert drafting.state.position == len(prompt) + count - 1
