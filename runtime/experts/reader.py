@@ -66,14 +66,14 @@ class DirectReader:
             if self._is_closing:
                 raise RuntimeError("the reader is closed")
             self._queue.push(job)
-            self._changed.notify(len(job.pieces))
+            self._changed.notify(self._queue.num_ready)
         return job
 
     def promote(self, job: ReadJob) -> None:
         """Move a guess to the required reads, behind those already there."""
         with self._changed:
             self._queue.promote(job)
-            self._changed.notify(len(job.pieces))
+            self._changed.notify(self._queue.num_ready)
 
     def cancel(self, job: ReadJob) -> bool:
         """Take a job back if no byte of it was asked for; False when it is too late."""
@@ -99,21 +99,36 @@ class DirectReader:
         self._files.close()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while (taken := self._queue.take()) is None:
-                    if self._is_closing:
-                        return
-                    self._changed.wait()
+        taken = self._next(None)
+        while taken is not None:
             job, piece = taken
             self._read_piece(job, piece)
-            with self._changed:
-                is_done = self._queue.finish(job)
-                if is_done:
-                    self._changed.notify_all()  # the window moved
-                    self._finished.notify_all()
-            if is_done and job.on_done is not None:
-                job.on_done(job)
+            taken = self._next(job)
+
+    def _next(self, finished: ReadJob | None) -> tuple[ReadJob, Span] | None:
+        """Note that a piece of `finished` is back, and take the next piece; None when the reader closes."""
+        with self._changed:
+            is_done = finished is not None and self._queue.finish(finished)
+            if is_done:
+                self._finished.notify_all()
+            taken = self._take()
+        if finished is not None and is_done and finished.on_done is not None:
+            finished.on_done(finished)
+        if taken is not None:
+            return taken
+        with self._changed:
+            while (taken := self._take()) is None:
+                if self._is_closing:
+                    return None
+                self._changed.wait()
+        return taken
+
+    def _take(self) -> tuple[ReadJob, Span] | None:
+        """Take the next piece, and wake as many threads as find more: each wake-up costs the decoding thread time."""
+        taken = self._queue.take()
+        if taken is not None:
+            self._changed.notify(self._queue.num_ready)
+        return taken
 
     def _read_piece(self, job: ReadJob, piece: Span) -> None:
         target = job.buffer[piece.dest : piece.dest + piece.nbytes]

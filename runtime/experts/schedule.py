@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from itertools import islice
 
 from runtime.experts.layout import Span
 from runtime.units import PAGE_NBYTES, align_up
@@ -123,6 +124,19 @@ class ReadQueue:
         if self._guesses and len(self._active) < self.window:
             return self._start(self._guesses)
         return None
+
+    @property
+    def num_ready(self) -> int:
+        """How many pieces `take` would hand out now, one after the other."""
+        required, guesses = [], []
+        for job in self._active:
+            (required if job.is_required else guesses).append(job)
+        room = self.window - len(required)
+        required += islice(self._required, max(0, room))
+        if len(self._required) <= max(0, room):  # then the gap is reached
+            room = self.window - len(self._active) - len(self._required)
+            required += [*guesses, *islice(self._guesses, max(0, room))]
+        return sum(len(job.pieces) - job.next_piece for job in required)
 
     def finish(self, job: ReadJob) -> bool:
         """Note that one piece is back; True when it was the job's last."""

@@ -45,7 +45,10 @@ class QueueMachine(RuleBasedStateMachine):
         partial_guesses = [
             job for job in self.active if not job.is_required and self.is_partial(job)
         ]
+        ready = self.queue.num_ready
         taken = self.queue.take()
+        assert (taken is None) == (ready == 0)
+        assert self.queue.num_ready == max(0, ready - 1)  # exactly as many threads are woken
         if taken is None:  # nothing may start: say why
             assert not partial
             if self.waiting_required:

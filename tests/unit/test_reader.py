@@ -222,3 +222,23 @@ def test_buffered_never_asks_for_direct(file, monkeypatch, caplog):
     files = FileSet([file], DriveConfig(direct=DirectIo.buffered))
     files.close()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("kinds", [(True, True), (True, False), (False, False)])
+def test_every_thread_that_may_work_is_woken(file, kinds):
+    config = DriveConfig(window=2, pieces=4, piece_kib=4)
+    together = threading.Barrier(8)
+
+    def preadv(fd, buffers, at):
+        together.wait(PATIENCE_S)  # only when all pieces of both records are in flight
+        return os.preadv(fd, buffers, at)
+
+    arena, done = HostArena(2, 4 * PAGE_NBYTES), SimpleQueue()
+    reader = DirectReader([file], config, preadv)
+    for repeat in range(5):
+        for row, is_required in enumerate(kinds):
+            span = page_span(row * 4, 4)
+            reader.submit((repeat, row), [span], arena.view(row), is_required, done.put)
+        for _ in kinds:
+            assert done.get(timeout=PATIENCE_S).error is None
+    reader.close()
