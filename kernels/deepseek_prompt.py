@@ -1,0 +1,117 @@
+"""Products of many tokens with DeepSeek's FP8 and FP4 weights, in Triton: as for one token, blocks in their order.
+
+A block of 32 columns is one product of the tensor cores, whose sums are added outside of them: what they keep between
+two calls is less than fp32. Definition: `reference_deepseek.block_product` of the dequantised weight, rounded to bf16.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.deepseek_linear import e4m3, e8m0, has_cvt, narrowed
+from kernels.nvfp4_expert import _e2m1
+
+BLOCK = tl.constexpr(32)
+TILE_ROWS = 64
+WARPS = 4
+
+
+@triton.jit
+def _dot(a, b, is_wide: tl.constexpr):
+    """a b of bf16 numbers: fp32.  is_wide: in fp32, for the interpreter, which has no bf16."""
+    if is_wide:
+        return tl.dot(a.to(tl.float32), b, input_precision="ieee")
+    return tl.dot(a, b.to(tl.bfloat16))
+
+
+@triton.jit
+def _fp8_kernel(
+    x, weight, scale, out, tokens, num_rows, group_rows, columns: tl.constexpr, x_columns: tl.constexpr,
+    has_cvt: tl.constexpr, is_wide: tl.constexpr, tile_tokens: tl.constexpr, tile_rows: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * tile_rows
+    rows = first + tl.arange(0, tile_rows)
+    token = tl.program_id(1) * tile_tokens + tl.arange(0, tile_tokens)
+    is_row, is_token = rows < num_rows, token < tokens
+    inside = tl.arange(0, BLOCK)
+    blocks: tl.constexpr = columns // BLOCK
+    x += first // group_rows * columns
+    total = tl.zeros([tile_tokens, tile_rows], dtype=tl.float32)
+    for block in range(0, blocks):
+        column = block * BLOCK + inside
+        at = token[:, None].to(tl.int64) * x_columns + column[None, :]
+        part = tl.load(x + at, mask=is_token[:, None] & (column >= 0)[None, :], other=0.0)
+        at = rows[None, :].to(tl.int64) * columns + column[:, None]
+        byte = tl.load(weight + at, mask=is_row[None, :] & (column >= 0)[:, None], other=0)
+        sums = _dot(part, e4m3(byte, has_cvt), is_wide)
+        step = tl.load(scale + (rows // BLOCK) * blocks + block, mask=is_row, other=0)
+        total += sums * e8m0(step)[None, :]
+    at = token[:, None].to(tl.int64) * num_rows + rows[None, :]
+    tl.store(out + at, narrowed(total, tl.bfloat16), mask=is_token[:, None] & is_row[None, :])
+
+
+@triton.jit
+def _fp4_kernel(
+    x, codes, scale, out, tokens, num_rows, columns: tl.constexpr, is_wide: tl.constexpr,
+    tile_tokens: tl.constexpr, tile_rows: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    token = tl.program_id(1) * tile_tokens + tl.arange(0, tile_tokens)
+    is_row, is_token = rows < num_rows, token < tokens
+    inside = tl.arange(0, BLOCK)
+    blocks: tl.constexpr = columns // BLOCK
+    total = tl.zeros([tile_tokens, tile_rows], dtype=tl.float32)
+    for block in range(0, blocks):
+        column = block * BLOCK + inside
+        at = token[:, None].to(tl.int64) * columns + column[None, :]
+        part = tl.load(x + at, mask=is_token[:, None] & (column >= 0)[None, :], other=0.0)
+        # a byte holds two columns, the first in its low half: each is read twice, from one line
+        at = rows[None, :].to(tl.int64) * (columns // 2) + column[:, None] // 2
+        byte = tl.load(codes + at, mask=is_row[None, :] & (column >= 0)[:, None], other=0).to(tl.int32)
+        code = (byte >> ((column & 1) * 4)[:, None]) & 15
+        sums = _dot(part, _e2m1(code), is_wide)
+        step = tl.load(scale + rows * blocks + block, mask=is_row, other=0)
+        total += sums * e8m0(step)[None, :]
+    at = token[:, None].to(tl.int64) * num_rows + rows[None, :]
+    tl.store(out + at, narrowed(total, tl.bfloat16), mask=is_token[:, None] & is_row[None, :])
+
+
+def fp8_product(x: Tensor, weight: Tensor, scale: Tensor, groups: int = 1) -> Tensor:
+    """Return W x for each token: [T, N] bf16.
+
+    x: [T, groups * K] bf16, rounded by `act_round` where it is to be.  weight: [N, K] float8_e4m3fn.  scale: [N / 32,
+    K / 32] E8M0.  groups: the first N / groups rows see the first K of x, and so on; N / groups is a multiple of 32.
+    """
+    tokens, (num_rows, columns) = len(x), weight.shape
+    out = torch.empty(tokens, num_rows, dtype=torch.bfloat16, device=x.device)
+    tile_rows = TILE_ROWS if num_rows // groups % TILE_ROWS == 0 else 32
+    tile_tokens = _tile_tokens(tokens)
+    _fp8_kernel[(triton.cdiv(num_rows, tile_rows), triton.cdiv(tokens, tile_tokens))](
+        x.contiguous(), weight.view(torch.uint8), scale.view(torch.uint8), out, tokens, num_rows, num_rows // groups,
+        columns=columns, x_columns=x.shape[1], has_cvt=has_cvt(x.device), is_wide=not x.is_cuda,
+        tile_tokens=tile_tokens, tile_rows=tile_rows, num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+def fp4_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """Return W x for each token: [T, N] bf16.
+
+    x: [T, K] bf16, rounded by `act_round`.  codes: [N, K / 2] uint8, the low half of a byte first.  scale: [N, K / 32]
+    E8M0 as bytes.  Both may start at any byte.
+    """
+    tokens, num_rows = len(x), len(codes)
+    out = torch.empty(tokens, num_rows, dtype=torch.bfloat16, device=x.device)
+    tile_tokens = _tile_tokens(tokens)
+    _fp4_kernel[(triton.cdiv(num_rows, TILE_ROWS), triton.cdiv(tokens, tile_tokens))](
+        x.contiguous(), codes, scale, out, tokens, num_rows, columns=x.shape[1], is_wide=not x.is_cuda,
+        tile_tokens=tile_tokens, tile_rows=TILE_ROWS, num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+def _tile_tokens(tokens: int) -> int:
+    return 16 if tokens <= 16 else 64
