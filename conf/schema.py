@@ -252,6 +252,8 @@ class RunConfig:
     dry_run: bool = False  # only say what would run, and why
     prompt: str | None = None  # for stages=[chat]
     system: str | None = None  # system message for stages=[chat]
+    thinking: bool = False  # for stages=[chat]: reason before the answer, where the model can
+    effort: str | None = None  # of the thinking: a word that the model knows; null: its default
     max_tokens: int = 400  # of the answer, for stages=[chat]
 
     @property

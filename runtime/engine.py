@@ -219,7 +219,8 @@ class Engine:
         except BaseException:
             experts.close()
             raise
-        return cls(config, model, TextCodec(files.snapshot), plan, vram_plan, layout, cpus)
+        codec = family.open_codec(files.snapshot)
+        return cls(config, model, codec, plan, vram_plan, layout, cpus)
 
     def format_plan(self) -> str:
         """Return who gets which memory, as a table."""

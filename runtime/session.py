@@ -12,10 +12,11 @@ from enum import Enum
 
 from torch import Tensor
 
+from runtime.answers import Content, Event, Parser, PlainParser
 from runtime.engine import Engine
 from runtime.sampling import Sampler, SamplingParams
 from runtime.stats import TokenStats
-from runtime.text import StopFilter, StreamDecoder
+from runtime.text import AnswerStream
 
 
 class FinishReason(Enum):
@@ -31,12 +32,20 @@ class Cancelled(Exception):  # noqa: N818 - not an error: the caller asked for i
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one decoding step gave: its token, the text that became certain, what it cost (None for the first)."""
+    """What one decoding step gave: its token, the parts of the answer that became certain, what it cost.
 
-    token: int | None  # None: only text, at the end
-    text: str
+    The first token's cost is the prompt's: its stats are None.
+    """
+
+    token: int
+    events: Sequence[Event]
     stats: TokenStats | None
     finish: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        """The content among the parts."""
+        return "".join(event.text for event in self.events if isinstance(event, Content))
 
 
 class Session:
@@ -85,39 +94,31 @@ class Session:
         prompt: Sequence[int],
         params: SamplingParams,
         is_cancelled: Callable[[], bool] = lambda: False,
+        parser: Parser | None = None,
     ) -> Iterator[Piece]:
         """Answer a prompt, one piece per token; the last has a finish reason. Stop strings are never given out.
 
-        The answer ends with `length` at params.max_tokens or at the end of the window.
+        The answer ends with `length` at params.max_tokens or at the end of the window.  parser: takes the answer
+        apart; None: all of it is content.
         """
         logits = self.sync(prompt, is_cancelled)
         sampler = Sampler(params, self.engine.num_tokens)
-        decoder, stop = StreamDecoder(self.engine.codec), StopFilter(params.stop)
+        stream = AnswerStream(self.engine.codec, parser or PlainParser(), params.stop)
         room = self.engine.context_tokens - len(prompt)
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
         stats: TokenStats | None = None
         for count in range(1, limit + 1):
             token = sampler(logits)
-            if token in self.engine.codec.stop_ids:
-                yield Piece(
-                    token, stop.push(decoder.flush()) + stop.flush(), stats, FinishReason.stop
-                )
+            is_end = token in self.engine.codec.stop_ids
+            events = [] if is_end else stream.push(token)
+            if is_end or count == limit:
+                events += stream.finish()
+            if is_end or stream.is_stopped or count == limit:
+                is_stop = is_end or stream.is_stopped
+                finish = FinishReason.stop if is_stop else FinishReason.length
+                yield Piece(token, events, stats, finish)
                 return
-            text = stop.push(decoder.push(token))
-            if stop.is_stopped:
-                yield Piece(token, text, stats, FinishReason.stop)
-                return
-            if count == limit:
-                text += stop.push(decoder.flush())
-                text += stop.flush()
-                yield Piece(
-                    token,
-                    text,
-                    stats,
-                    FinishReason.stop if stop.is_stopped else FinishReason.length,
-                )
-                return
-            yield Piece(token, text, stats)
+            yield Piece(token, events, stats)
             if is_cancelled():
                 raise Cancelled
             started, before = time.perf_counter(), self.engine.counters()

@@ -31,6 +31,7 @@ from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
 from runtime.experts.streamer import ExpertSource
 from runtime.models.buffers import appended, check_context
+from runtime.models.deepseek_codec import open_codec as open_codec  # the family's
 from runtime.models.deepseek_engram import EngramHash, build_token_map, read_engram_tables
 from runtime.models.deepseek_rows import EngramReader
 from runtime.models.deepseek_state import DeepseekState
