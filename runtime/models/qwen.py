@@ -649,6 +649,8 @@ def read_spec(snapshot: Path) -> QwenSpec:
 def check_support(spec: QwenSpec, config: RunConfig, device: torch.device) -> None:
     """Refuse what this engine cannot do for the model. Both devices will do."""
     del device
+    if config.drafts.enabled:
+        raise UserError("drafts.enabled=true, but this family has no draft heads", "leave it out")
     check_context(config.model.context_tokens, spec.max_positions)
 
 
