@@ -181,6 +181,15 @@ class PrefetchConfig:
 
 
 @dataclass
+class DraftsConfig:
+    """Greedy decoding with the model's own draft heads, for families that have them: the same tokens."""
+
+    enabled: bool = False
+    depth: int | None = None  # guesses per pass; null: as many as the heads give
+    ram_gib: float = 0.0  # of their experts kept in RAM; 0: only those of the layer in use
+
+
+@dataclass
 class ServeConfig:
     """The HTTP server."""
 
@@ -238,6 +247,7 @@ class RunConfig:
     hw: HwConfig = field(default_factory=HwConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    drafts: DraftsConfig = field(default_factory=DraftsConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
     spot_check: SpotCheckConfig = field(default_factory=SpotCheckConfig)
@@ -252,6 +262,8 @@ class RunConfig:
     dry_run: bool = False  # only say what would run, and why
     prompt: str | None = None  # for stages=[chat]
     system: str | None = None  # system message for stages=[chat]
+    thinking: bool = False  # for stages=[chat]: reason before the answer, where the model can
+    effort: str | None = None  # of the thinking: a word that the model knows; null: its default
     max_tokens: int = 400  # of the answer, for stages=[chat]
 
     @property
@@ -288,6 +300,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "cache.table_rows": (0, 2**31),
     "prefetch.experts": (0, 64),
     "prefetch.copy": (0, 64),
+    "drafts.depth": (1, 64),
+    "drafts.ram_gib": (0, 2**20),
     "model.synthetic.experts": (1, 2**16),
     "model.synthetic.layers": (1, 2**10),
     "model.synthetic.disk_gib": (0.001, 2**20),

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Literal
 
+from runtime.answers import BrokenCall, Content, Event, Reasoning, ToolCall, overlap
 from runtime.errors import UserError
 
 BOS = "<｜begin▁of▁sentence｜>"
@@ -339,37 +340,6 @@ def _refuse_constant(name: str) -> None:
 # ---- an answer to its parts ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """Text of the reasoning."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Text for the reader."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One finished call."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class BrokenCall:
-    """What stood in a tool block after its last whole call: cut off, or not in the model's form. May be empty."""
-
-    markup: str
-
-
-Event = Reasoning | Content | ToolCall | BrokenCall
-
 _TEXT_ENDS = {
     "reasoning": (THINK_END, EOS),
     # the blank line before a block belongs to the block; a closing tag alone is markup too
@@ -387,6 +357,8 @@ class AnswerParser:
     its space, is one BrokenCall, together with all that follows. No event of push holds the beginning of a marker. At
     the end of the answer a beginning is text: tokens do not cut the part that makes it a marker.
     """
+
+    markers = (THINK, THINK_END, DSML)
 
     def __init__(self, thinking: bool) -> None:
         self._state: Literal["reasoning", "content", "block", "calls", "broken"] = (
@@ -437,7 +409,7 @@ class AnswerParser:
         if found:
             _, cut, marker = min(found)
         else:
-            cut, marker = len(self._held) - max(_overlap(self._held, end) for end in ends), ""
+            cut, marker = len(self._held) - max(overlap(self._held, end) for end in ends), ""
         if cut:
             events.append(self._as_text(self._held[:cut]))
         if marker == EOS:
@@ -519,12 +491,6 @@ def _parse_call(markup: str) -> ToolCall | None:
         arguments[parameter[1]] = value
         at = parameter.end()
     return ToolCall(name, arguments)
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Return the length of the longest end of `text` that begins `marker`."""
-    longest = min(len(text), len(marker) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
 
 
 def parse_answer(text: str, thinking: bool) -> tuple[str, str, list[ToolCall]]:

@@ -7,10 +7,10 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -81,6 +81,29 @@ class Model(Protocol):
     def device_wait_ns(self) -> int: ...
 
 
+class GreedyPass(Protocol):
+    """Several tokens that one pass of a model has taken in."""
+
+    tokens: list[int]
+    logits: Tensor  # [len(tokens), vocab] fp32, after each of them
+
+    def keep(self, count: int) -> None:
+        """Leave the state as if only the first `count` tokens, 1 or more, had been fed; before the next pass."""
+
+
+@runtime_checkable
+class Drafting(Protocol):
+    """What a model with draft heads can do besides."""
+
+    proposed: int  # guesses so far
+    accepted: int  # that greedy decoding drew as well
+    passes: int
+
+    def greedy_pass(
+        self, token: int, state: Any, limit: int, stops: Collection[int], num_tokens: int
+    ) -> GreedyPass: ...
+
+
 @dataclass(frozen=True, slots=True)
 class EngineFiles:
     """What the set-up stages made."""
@@ -133,6 +156,7 @@ class Engine:
         """vram_plan: None on a CPU.  cpus: where the thread ran before it was pinned; None: it was not."""
         self.config = config
         self.model = model
+        self.drafting = model if isinstance(model, Drafting) else None
         self.codec = codec
         self.plan, self.vram_plan = plan, vram_plan
         self.context_tokens = config.model.context_tokens
@@ -219,7 +243,8 @@ class Engine:
         except BaseException:
             experts.close()
             raise
-        return cls(config, model, TextCodec(files.snapshot), plan, vram_plan, layout, cpus)
+        codec = family.open_codec(files.snapshot)
+        return cls(config, model, codec, plan, vram_plan, layout, cpus)
 
     def format_plan(self) -> str:
         """Return who gets which memory, as a table."""

@@ -12,10 +12,11 @@ from enum import Enum
 
 from torch import Tensor
 
-from runtime.engine import Engine
+from runtime.answers import Content, Event, Parser, PlainParser
+from runtime.engine import Engine, GreedyPass
 from runtime.sampling import Sampler, SamplingParams
 from runtime.stats import TokenStats
-from runtime.text import StopFilter, StreamDecoder
+from runtime.text import AnswerStream
 
 
 class FinishReason(Enum):
@@ -31,12 +32,50 @@ class Cancelled(Exception):  # noqa: N818 - not an error: the caller asked for i
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one decoding step gave: its token, the text that became certain, what it cost (None for the first)."""
+    """What one decoding step gave: its token, the parts of the answer that became certain, what it cost.
 
-    token: int | None  # None: only text, at the end
-    text: str
+    The first token's cost is the prompt's: its stats are None, as are those of all but the first token of a pass with
+    drafts.
+    """
+
+    token: int
+    events: Sequence[Event]
     stats: TokenStats | None
     finish: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        """The content among the parts."""
+        return "".join(event.text for event in self.events if isinstance(event, Content))
+
+
+class _Rows:
+    """Logits of one pass, to be drawn from in order."""
+
+    def __init__(
+        self, logits: Tensor, tokens: Sequence[int] = (), found: GreedyPass | None = None
+    ) -> None:
+        """logits: [n, vocab] fp32.  tokens: that were fed, logits[i] is after tokens[i]."""
+        self._logits, self._at = logits, 0
+        self.tokens, self.found = tokens, found
+
+    @property
+    def num_left(self) -> int:
+        return len(self._logits) - self._at
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.num_left
+
+    @property
+    def last(self) -> Tensor:
+        """The row drawn from last: [1, vocab]."""
+        return self._logits[self._at - 1 : self._at]
+
+    def next(self) -> Tensor:
+        """Return the next row: [1, vocab]."""
+        self._at += 1
+        return self.last
 
 
 class Session:
@@ -85,44 +124,68 @@ class Session:
         prompt: Sequence[int],
         params: SamplingParams,
         is_cancelled: Callable[[], bool] = lambda: False,
+        parser: Parser | None = None,
     ) -> Iterator[Piece]:
         """Answer a prompt, one piece per token; the last has a finish reason. Stop strings are never given out.
 
-        The answer ends with `length` at params.max_tokens or at the end of the window.
+        The answer ends with `length` at params.max_tokens or at the end of the window.  parser: takes the answer
+        apart; None: all of it is content.
         """
         logits = self.sync(prompt, is_cancelled)
         sampler = Sampler(params, self.engine.num_tokens)
-        decoder, stop = StreamDecoder(self.engine.codec), StopFilter(params.stop)
+        stream = AnswerStream(self.engine.codec, parser or PlainParser(), params.stop)
         room = self.engine.context_tokens - len(prompt)
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
-        stats: TokenStats | None = None
-        for count in range(1, limit + 1):
-            token = sampler(logits)
-            if token in self.engine.codec.stop_ids:
-                yield Piece(
-                    token, stop.push(decoder.flush()) + stop.flush(), stats, FinishReason.stop
-                )
-                return
-            text = stop.push(decoder.push(token))
-            if stop.is_stopped:
-                yield Piece(token, text, stats, FinishReason.stop)
-                return
-            if count == limit:
-                text += stop.push(decoder.flush())
-                text += stop.flush()
-                yield Piece(
-                    token,
-                    text,
-                    stats,
-                    FinishReason.stop if stop.is_stopped else FinishReason.length,
-                )
-                return
-            yield Piece(token, text, stats)
-            if is_cancelled():
-                raise Cancelled
-            started, before = time.perf_counter(), self.engine.counters()
-            logits = self._logits = self._advance([token])
-            stats = self.engine.token_stats(len(self.tokens), 1, started, before)
+        rows, stats = _Rows(logits), None
+        try:
+            for count in range(1, limit + 1):
+                token = sampler(rows.next())
+                is_end = token in self.engine.codec.stop_ids
+                events = [] if is_end else stream.push(token)
+                if is_end or count == limit:
+                    events += stream.finish()
+                if is_end or stream.is_stopped or count == limit:
+                    is_stop = is_end or stream.is_stopped
+                    finish = FinishReason.stop if is_stop else FinishReason.length
+                    yield Piece(token, events, stats, finish)
+                    return
+                yield Piece(token, events, stats)
+                if is_cancelled():
+                    raise Cancelled
+                stats = None
+                if rows.is_empty:
+                    started, before = time.perf_counter(), self.engine.counters()
+                    rows = self._pass(token, limit - count, params)
+                    fed = len(rows.tokens)
+                    stats = self.engine.token_stats(len(self.tokens), fed, started, before)
+        finally:
+            self._take_back(rows)
+
+    def _pass(self, token: int, limit: int, params: SamplingParams) -> _Rows:
+        """Feed the token drawn last: with drafts and greedily also those that will be drawn, at most `limit` in all."""
+        drafting = self.engine.drafting
+        if drafting is None or params.temperature != 0:
+            self._logits = self._advance([token])
+            return _Rows(self._logits, [token])
+        engine = self.engine
+        try:
+            found = drafting.greedy_pass(
+                token, self._state, limit, engine.codec.stop_ids, engine.num_tokens
+            )
+        except BaseException:
+            self.reset()
+            raise
+        self.tokens += found.tokens
+        self._logits = found.logits[-1:]
+        return _Rows(found.logits, found.tokens, found)
+
+    def _take_back(self, rows: _Rows) -> None:
+        """Leave the timeline as it would be without drafts: an answer may end in the middle of a pass."""
+        left = rows.num_left
+        if left and rows.found is not None:
+            rows.found.keep(len(rows.tokens) - left)
+            del self.tokens[-left:]
+            self._logits = rows.last
 
     def _advance(self, tokens: list[int], is_cancelled: Callable[[], bool] | None = None) -> Tensor:
         """is_cancelled: asked after each layer of a prompt; None: the tokens are taken in whatever happens."""

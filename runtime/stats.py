@@ -43,6 +43,12 @@ class ExpertCounters:
     def copy(self) -> ExpertCounters:
         return ExpertCounters(**asdict(self))
 
+    def plus(self, other: ExpertCounters) -> ExpertCounters:
+        """Return what both have counted."""
+        return ExpertCounters(
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        )
+
     def since(self, earlier: ExpertCounters) -> ExpertCounters:
         """Return what was counted after `earlier`."""
         return ExpertCounters(
@@ -52,10 +58,10 @@ class ExpertCounters:
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """One decoded token (or one prompt): milliseconds and bytes."""
+    """One decoded token, the tokens that one pass with drafts gave, or one prompt: milliseconds and bytes."""
 
     position: int
-    num_tokens: int  # 1 for a decoded token, the prompt's new tokens for a prefill
+    num_tokens: int  # 1 for a token decoded without drafts, the prompt's new tokens for a prefill
     total_ms: float
     drive_wait_ms: float
     row_wait_ms: float  # waiting for rows of tables on the drive
@@ -101,6 +107,7 @@ class RunSummary:
     read_nbytes_per_token: float
     copied_nbytes_per_token: float
     hit_rate: float  # found in RAM or VRAM
+    tokens_per_pass: float  # 1 without drafts
     counters: ExpertCounters
     floors_ms: dict[
         str, float
@@ -138,10 +145,13 @@ def summarize(
     """
     total = ExpertCounters()
     for token in tokens:
-        for f in fields(total):
-            setattr(total, f.name, getattr(total, f.name) + getattr(token.counters, f.name))
-    n = max(1, len(tokens))
-    times = [token.total_ms for token in tokens]
+        total = total.plus(token.counters)
+    num_tokens = sum(token.num_tokens for token in tokens)
+    n = max(1, num_tokens)
+    # the tokens of one pass share its time
+    times = [t.total_ms / t.num_tokens for t in tokens for _ in range(t.num_tokens)]
+    found = total.hits + total.vram_hits + total.sweep_hits
+    asked = total.lookups + total.sweep_hits + total.sweep_misses
     read_nbytes = sum(token.read_nbytes for token in tokens) / n
     floors_ms = {
         name: nbytes / (rate * GIB) * 1e3
@@ -158,7 +168,8 @@ def summarize(
     return RunSummary(
         prompt_tokens=prompt_tokens,
         cached_tokens=prompt_tokens - new_tokens,
-        generated_tokens=len(tokens) + (1 if prefill else 0),
+        generated_tokens=num_tokens + (1 if prefill else 0),
+        tokens_per_pass=num_tokens / max(1, len(tokens)),
         ttft_ms=prefill.total_ms if prefill else 0.0,
         prefill_tok_s=new_tokens / prefill.total_ms * 1e3 if prefill and prefill.total_ms else 0.0,
         decode_tok_s=1e3 / mean_ms if mean_ms else 0.0,
@@ -170,7 +181,7 @@ def summarize(
         host_ms_per_token=sum(token.host_ms for token in tokens) / n,
         read_nbytes_per_token=read_nbytes,
         copied_nbytes_per_token=total.copied_nbytes / n,
-        hit_rate=(total.hits + total.vram_hits) / total.lookups if total.lookups else 0.0,
+        hit_rate=found / asked if asked else 0.0,
         counters=total,
         floors_ms=floors_ms,
         floor_ms=floor_ms,
@@ -184,6 +195,7 @@ def summarize(
 def format_summary(s: RunSummary) -> str:
     """Return the lines that `chat` prints after an answer."""
     c = s.counters
+    lookups = c.lookups + c.sweep_hits + c.sweep_misses  # of a pass over drafts, like a prompt's
     in_vram = f" and VRAM ({c.vram_hits} of them)" if c.vram_hits else ""
     copied = f", {format_nbytes(s.copied_nbytes_per_token)} over PCIe" if c.copied_nbytes else ""
     device = f", the GPU {s.device_wait_ms_per_token:.2f} ms" if s.device_wait_ms_per_token else ""
@@ -192,12 +204,14 @@ def format_summary(s: RunSummary) -> str:
         f"p95 {s.inter_token_p95_ms:.1f} ms), first token after {s.ttft_ms:.0f} ms; "
         f"prompt {s.prompt_tokens} tokens ({s.cached_tokens} cached) at {s.prefill_tok_s:.0f} tok/s",
         f"{format_nbytes(s.read_nbytes_per_token)} read per token{copied}; "
-        f"experts in RAM{in_vram} {s.hit_rate:.1%} of {c.lookups} look-ups "
-        f"({c.misses} missed, {c.late} on their way); guesses {c.guesses_issued} issued, {c.guesses_used} used, "
-        f"{c.guesses_wasted} wasted, {c.guesses_cancelled} cancelled",
+        f"experts in RAM{in_vram} {s.hit_rate:.1%} of {lookups} look-ups "
+        f"({c.misses + c.sweep_misses} missed, {c.late} on their way); guesses {c.guesses_issued} issued, "
+        f"{c.guesses_used} used, {c.guesses_wasted} wasted, {c.guesses_cancelled} cancelled",
         f"waiting per token: experts {s.drive_wait_ms_per_token:.2f} ms, "
         f"table rows {s.row_wait_ms_per_token:.2f} ms{device}",
     ]
+    if s.tokens_per_pass > 1:
+        lines.append(f"drafts: {s.tokens_per_pass:.2f} tokens per pass of the model")
     if c.early_issued:
         lines.append(f"early copies {c.early_issued}, used {c.early_used}")
     if s.floor_ms:

@@ -2,47 +2,60 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jinja2 import meta
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from runtime.answers import Content, Event, Parser, PlainParser, overlap
 from runtime.errors import UserError
 
 REPLACEMENT = "\ufffd"
 
 
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What decides a prompt beside its messages."""
+
+    thinking: bool = False
+    effort: str | int | None = None  # of the thinking; None is the model's default
+    tools: tuple[Mapping[str, Any], ...] = ()  # in OpenAI's form
+
+
 class TextCodec:
-    """One model's tokenizer and chat template, from its snapshot folder."""
+    """One model's tokenizer and the form of its conversations, from its snapshot folder.
+
+    A family has a subclass: how messages become a prompt string (`render`), and what parses its answers (`parser`).
+    """
+
+    can_think = False
+    can_call = False  # tools
 
     def __init__(self, root: Path) -> None:
-        self._tokenizer = Tokenizer.from_file(str(_required(root / "tokenizer.json")))
-        config = _read_json(root / "tokenizer_config.json")
-        template_file = root / "chat_template.jinja"
-        template = (
-            template_file.read_text() if template_file.exists() else config.get("chat_template")
-        )
-        if not template:
-            raise UserError(
-                f"{root} has no chat template",
-                "the snapshot is incomplete: run the download stage again",
-            )
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        self._template = environment.from_string(template)
-        self._special = {
-            token.content: token_id
-            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
+        raw = json.loads(_required(root / "tokenizer.json").read_text())
+        added = {token["content"]: token for token in raw.get("added_tokens", [])}
+        hidden = {name for name, token in added.items() if token["special"]}
+        # special ones alone can be told from the same text typed by a person: here all are
+        for token in added.values():
+            token["special"] = True
+        self._tokenizer = Tokenizer.from_str(json.dumps(raw))
+        self.markers: dict[str, int] = {name: token["id"] for name, token in added.items()}
+        self._shown = frozenset(self.markers[name] for name in self.markers.keys() - hidden)
+        self._names = {token_id: name for name, token_id in self.markers.items()}
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.generation = _read_json(root / "generation_config.json")
+        self.stop_ids = self._stop_ids(root)
+
+    def _stop_ids(self, root: Path) -> frozenset[int]:
         eos = self.generation.get(
             "eos_token_id", _read_json(root / "config.json").get("eos_token_id")
         )
@@ -51,7 +64,16 @@ class TextCodec:
                 f"{root / 'generation_config.json'} names no eos_token_id",
                 "run the download stage again",
             )
-        self.stop_ids = frozenset(eos if isinstance(eos, list) else [eos])
+        return frozenset(eos if isinstance(eos, list) else [eos])
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
+        """Return the prompt string; its markers become control tokens. Raises UserError."""
+        raise NotImplementedError
+
+    def parser(self, options: ChatOptions) -> Parser:
+        """Return what takes an answer to such a prompt apart."""
+        del options
+        return PlainParser()
 
     def encode(self, text: str) -> list[int]:
         """Encode text that holds the model's own markers, such as `<|endoftext|>`."""
@@ -65,19 +87,104 @@ class TextCodec:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Render the template and encode it; a marker typed inside a message stays plain text.
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = ChatOptions()
+    ) -> list[int]:
+        """Render messages and encode them; a marker typed inside a message or a tool stays plain text.
 
-        options: the template's own (`enable_thinking`, `tools`, ...). Raises UserError with the template's message.
+        Raises UserError for messages and options that this model cannot take.
         """
+        self._check(options)
         # each marker in a message becomes a word that nobody typed, and plain text again after rendering
         nonce = secrets.token_hex(8)
-        words = {marker: f"\ue000{nonce}.{i}\ue001" for i, marker in enumerate(self._special)}
+        words = {marker: f"\ue000{nonce}.{i}\ue001" for i, marker in enumerate(self.markers)}
+        tools = tuple(_replace(tool, words) for tool in options.tools)
+        rendered = self.render(_replace(list(messages), words), replace(options, tools=tools))
+        ids: list[int] = []
+        for piece, marker in self._split_markers(rendered):
+            for marker_text, word in words.items():
+                piece = piece.replace(word, marker_text)
+            ids += self.encode_plain(piece) if piece else []
+            ids += [] if marker is None else [self.markers[marker]]
+        return ids
+
+    def _check(self, options: ChatOptions) -> None:
+        if options.thinking and not self.can_think:
+            raise UserError("this model has no thinking mode", "leave thinking and its effort out")
+        if options.tools and not self.can_call:
+            raise UserError("this model's chat format has no tools", "send no tools")
+
+    def _split_markers(self, text: str) -> Iterator[tuple[str, str | None]]:
+        """Yield (text before a marker, the marker), last (the rest, None)."""
+        start = 0
+        for found in self._any_marker.finditer(text):
+            yield text[start : found.start()], found[0]
+            start = found.end()
+        yield text[start:], None
+
+    @functools.cached_property
+    def _any_marker(self) -> re.Pattern[str]:
+        # of two that begin together the longer
+        longest_first = sorted(self.markers, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def decode(self, ids: Sequence[int], shown: Collection[str] = ()) -> str:
+        """Return the text of tokens; of the control tokens only those `shown`, and those that the tokenizer shows."""
+        names = self._shown | {self.markers[name] for name in shown if name in self.markers}
+        out: list[str] = []
+        run: list[int] = []
+        for token in ids:
+            if token in names:
+                out += [self._text(run), self._names[token]]
+                run = []
+            else:
+                run.append(token)
+        return "".join([*out, self._text(run)])
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+
+class TemplateCodec(TextCodec):
+    """A model whose prompts are made by the chat template in its snapshot."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        file = root / "chat_template.jinja"
+        config = _read_json(root / "tokenizer_config.json")
+        template = file.read_text() if file.exists() else config.get("chat_template")
+        if not template:
+            raise UserError(
+                f"{root} has no chat template",
+                "the snapshot is incomplete: run the download stage again",
+            )
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        self._template = environment.from_string(template)
+        self._variables = meta.find_undeclared_variables(environment.parse(template))
+        self.can_think = "enable_thinking" in self._variables
+        self.can_call = "tools" in self._variables
+
+    def template_options(self, options: ChatOptions) -> dict[str, Any]:
+        """Return what the template is told beside the messages."""
+        found: dict[str, Any] = {"enable_thinking": options.thinking}
+        if options.tools:
+            found["tools"] = list(options.tools)
+        if options.thinking and options.effort is not None:
+            found["reasoning_effort"] = options.effort
+        return found
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
+        """Run the template. Raises UserError with its message when it refuses."""
         try:
-            rendered = self._template.render(
-                messages=_replace(list(messages), words),
+            return self._template.render(
+                messages=[_with_parsed_arguments(message) for message in messages],
                 add_generation_prompt=True,
-                **_replace(options, words),
+                **self.template_options(options),
             )
         except (
             TemplateError,
@@ -88,30 +195,19 @@ class TextCodec:
             raise UserError(
                 f"the chat template refuses these messages: {error}", "change the messages"
             ) from error
-        ids: list[int] = []
-        for piece, marker in self._split_markers(rendered):
-            for marker_text, word in words.items():
-                piece = piece.replace(word, marker_text)
-            ids += self.encode_plain(piece) if piece else []
-            ids += [] if marker is None else [self._special[marker]]
-        return ids
 
-    def _split_markers(self, text: str) -> Iterator[tuple[str, str | None]]:
-        """Yield (text before a marker, the marker), last (the rest, None)."""
-        start = 0
-        while True:
-            found = [(at, -len(m), m) for m in self._special if (at := text.find(m, start)) >= 0]
-            if not found:
-                yield text[start:], None
-                return
-            at, _, marker = min(found)
-            yield text[start:at], marker
-            start = at + len(marker)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, without markers."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-        return text
+def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose tool calls have arguments as values: templates walk through them, clients send text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
 
 
 def _required(path: Path) -> Path:
@@ -153,8 +249,9 @@ def _replace(value: Any, words: Mapping[str, str]) -> Any:
 class StreamDecoder:
     """Tokens in, text out, as soon as no later token can change it."""
 
-    def __init__(self, codec: TextCodec) -> None:
-        self._codec = codec
+    def __init__(self, codec: TextCodec, shown: Collection[str] = ()) -> None:
+        """shown: control tokens that are text here."""
+        self._codec, self._shown = codec, shown
         self._ids: list[int] = []
         self._start = (
             0  # decoding starts here: one piece back, since a tokenizer may look at its neighbour
@@ -171,8 +268,8 @@ class StreamDecoder:
         return self._take(is_last=True)
 
     def _take(self, is_last: bool) -> str:
-        before = self._codec.decode(self._ids[self._start : self._sent])
-        text = self._codec.decode(self._ids[self._start :])
+        before = self._codec.decode(self._ids[self._start : self._sent], self._shown)
+        text = self._codec.decode(self._ids[self._start :], self._shown)
         if text.endswith(REPLACEMENT) and not is_last:
             return ""
         self._start, self._sent = self._sent, len(self._ids)
@@ -198,7 +295,7 @@ class StopFilter:
             self.is_stopped = True
             out, self._held = self._held[: min(found)[1]], ""
             return out
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
         out = self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
         return out
@@ -209,8 +306,40 @@ class StopFilter:
         return out
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that begins `stop`."""
-    return next(
-        (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
-    )
+class AnswerStream:
+    """Tokens of one answer in, its parts out: text of tokens, parts of text, content up to a stop string."""
+
+    def __init__(self, codec: TextCodec, parser: Parser, stops: Sequence[str] = ()) -> None:
+        self._decoder = StreamDecoder(codec, parser.markers)
+        self._parser, self._stop = parser, StopFilter(stops)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string is complete: nothing comes out any more."""
+        return self._stop.is_stopped
+
+    def push(self, token: int) -> list[Event]:
+        """Return the parts that have become certain."""
+        return self._filtered(self._parser.push(self._decoder.push(token)))
+
+    def finish(self) -> list[Event]:
+        """Return what was held back: the answer has ended."""
+        events = self._parser.push(self._decoder.flush()) + self._parser.finish()
+        out = self._filtered(events)
+        left = self._stop.flush()
+        # content that was held back comes before what was parsed after it
+        return [*out, Content(left)] if left else out
+
+    def _filtered(self, events: Sequence[Event]) -> list[Event]:
+        """Stop strings apply to content alone; what is no content lets go of held-back content before it."""
+        out: list[Event] = []
+        for event in events:
+            if self._stop.is_stopped:
+                break
+            if isinstance(event, Content):
+                text = self._stop.push(event.text)
+                out += [Content(text)] if text else []
+            else:
+                left = self._stop.flush()
+                out += [Content(left), event] if left else [event]
+        return out

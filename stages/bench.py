@@ -12,15 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from conf.schema import BenchConfig, RunConfig
 from runtime import hardware
-from runtime.engine import Engine
+from runtime.engine import Counters, Engine
 from runtime.errors import UserError
 from runtime.sampling import Sampler, SamplingParams
 from runtime.stats import Rates, RunSummary, TokenStats, summarize
 from runtime.text import TextCodec
-from stages.bench_report import Bench, Repeat, document, draw, format_report
+from stages.bench_report import Bench, Drafted, Repeat, document, draw, format_report
 from stages.core import Progress, Stage, StageContext
 from stages.files import write_atomically
 from stages.opening import open_engine
@@ -76,6 +77,7 @@ def measure(engine: Engine, config: BenchConfig) -> Bench:
                 engine.forget_experts()
             repeats.append(_repeat(engine, config, prompt, rates, bar))
     total = _summary(engine, None, [token for r in repeats for token in r.tokens], rates)
+    drafting = engine.drafting
     return Bench(
         rates,
         engine.format_plan(),
@@ -84,6 +86,7 @@ def measure(engine: Engine, config: BenchConfig) -> Bench:
         torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
         hardware.peak_rss_nbytes(),
         hardware.peak_vram_nbytes(),
+        None if drafting is None else Drafted(drafting.proposed, drafting.accepted),
     )
 
 
@@ -104,13 +107,18 @@ def _repeat(
     """Read the prompt into an empty state, then decode; a stop token is a token like any other."""
     steps = _Steps(engine)
     token, prefill = steps.take(prompt)
-    token_ids, stats = [token], []
-    for _ in range(config.warmup_tokens + config.tokens):
-        token, cost = steps.take([token])
-        token_ids.append(token)
-        stats.append(cost)
-        bar.advance()
-    first = 0 if config.is_cold else config.warmup_tokens
+    token_ids = [token]
+    stats: list[TokenStats] = []
+    counts = []
+    for wanted in (config.warmup_tokens, config.tokens):
+        while wanted:
+            following, cost = steps.go_on(token_ids[-1], wanted)
+            token_ids += following
+            stats.append(cost)
+            wanted -= len(following)
+            bar.advance(len(following))
+        counts.append(len(stats))
+    first = 0 if config.is_cold else counts[0]
     tokens = stats[first:]
     summary = _summary(engine, prefill, tokens, rates)
     return Repeat(prefill, stats[:first], tokens, token_ids, summary)
@@ -137,11 +145,28 @@ class _Steps:
                 logits = engine.model.prefill(piece, self._state)
         computed = time.perf_counter()
         following = self._greedy(logits)
+        return following, self._cost(len(tokens), started, computed, before, logits)
+
+    def go_on(self, token: int, wanted: int) -> tuple[list[int], TokenStats]:
+        """Feed a token; return what follows it, at most `wanted` tokens where drafts give several, and its cost."""
+        engine = self._engine
+        if engine.drafting is None:
+            following, cost = self.take([token])
+            return [following], cost
+        before, started = engine.counters(), time.perf_counter()
+        found = engine.drafting.greedy_pass(token, self._state, wanted, (), engine.num_tokens)
+        computed = time.perf_counter()
+        drawn = [self._greedy(row.unsqueeze(0)) for row in found.logits]
+        return drawn, self._cost(len(drawn), started, computed, before, found.logits)
+
+    def _cost(
+        self, num_tokens: int, started: float, computed: float, before: Counters, logits: Tensor
+    ) -> TokenStats:
         # a GPU is still at the last layers when the host has nothing left to do
         wait_ms = (time.perf_counter() - computed) * 1e3 if logits.is_cuda else 0.0
-        self._position += len(tokens)
-        stats = engine.token_stats(self._position, len(tokens), started, before)
-        return following, replace(stats, device_wait_ms=stats.device_wait_ms + wait_ms)
+        self._position += num_tokens
+        stats = self._engine.token_stats(self._position, num_tokens, started, before)
+        return replace(stats, device_wait_ms=stats.device_wait_ms + wait_ms)
 
 
 def _summary(

@@ -21,7 +21,14 @@ from runtime.units import MIB, format_nbytes
 log = logging.getLogger("stages")
 
 LIBRARIES = ("torch", "triton", "numpy")
-GROUPS = ("model", "hw", "cache", "prefetch", "bench")  # of the config: what a speed depends on
+GROUPS = (
+    "model",
+    "hw",
+    "cache",
+    "prefetch",
+    "drafts",
+    "bench",
+)  # of the config: what a speed depends on
 HEADER = (
     *("repeat", "tok/s", "p50 ms", "p95 ms", "drive ms", "rows ms", "device ms", "host ms"),
     *("MiB read", "MiB PCIe", "hits", "floor ms", "efficiency"),
@@ -50,6 +57,14 @@ class Repeat:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafted:
+    """What became of the draft heads' guesses, warm-up included."""
+
+    proposed: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class Bench:
     """All that a bench found."""
 
@@ -60,6 +75,7 @@ class Bench:
     gpu: str | None  # its name
     peak_rss_nbytes: int
     peak_vram_nbytes: int
+    drafted: Drafted | None = None  # None: decoded without drafts
 
     @property
     def is_repeatable(self) -> bool:
@@ -124,6 +140,15 @@ def _reading(prompts: Sequence[TokenStats]) -> str:
     return f"{ms / 1e3:.3f} s ({rate:.1f} tok/s), {format_nbytes(nbytes)} read"
 
 
+def format_drafts(drafted: Drafted, total: RunSummary) -> str:
+    """Return the line about draft heads; the table's tok/s and bytes include what the drafts cost."""
+    share = drafted.accepted / drafted.proposed if drafted.proposed else 0.0
+    return (
+        f"drafts: {total.tokens_per_pass:.2f} tokens per pass of the model, "
+        f"{drafted.accepted} of {drafted.proposed} guesses accepted ({share:.0%}); their time and bytes are counted in"
+    )
+
+
 def format_rates(rates: Rates) -> str:
     """Return the line about the machine's rates, without those that were not measured."""
     named = {"drive": rates.drive_gib_s, "memory": rates.memory_gib_s, "PCIe": rates.pcie_gib_s}
@@ -137,10 +162,12 @@ def format_report(bench: Bench) -> str:
     peaks = f"peak memory {format_nbytes(bench.peak_rss_nbytes)}"
     if bench.peak_vram_nbytes:
         peaks += f", VRAM {format_nbytes(bench.peak_vram_nbytes)}"
+    drafts = [] if bench.drafted is None else [format_drafts(bench.drafted, bench.total)]
     return "\n".join(
         (
             format_table(HEADER, table_rows(summaries, bench.total)),
             LEGEND,
+            *drafts,
             format_prompt([repeat.prompt for repeat in bench.repeats]),
             format_rates(bench.rates),
             bench.plan,
@@ -166,6 +193,7 @@ def document(bench: Bench, cfg: RunConfig, folder: Path) -> dict[str, Any]:
         "plan": bench.plan,
         "decode_tok_s": {"median": median, "min": least, "max": most},
         "is_repeatable": bench.is_repeatable,
+        "drafted": None if bench.drafted is None else asdict(bench.drafted),
         "repeats": [_repeat(repeat) for repeat in bench.repeats],
         "total": bench.total.to_dict(),
         "peak_rss_nbytes": bench.peak_rss_nbytes,

@@ -1,4 +1,4 @@
-"""One answer on the terminal: text on stdout, then what it cost on stderr."""
+"""One answer on the terminal: its content on stdout, its reasoning and what it cost on stderr."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import sys
 from dataclasses import asdict, replace
 
 from runtime import hardware
+from runtime.answers import Content, Reasoning
 from runtime.engine import Engine
 from runtime.session import FinishReason, Session
 from runtime.stats import RunSummary, TokenStats, format_summary, summarize
+from runtime.text import ChatOptions
 from stages.core import Stage, StageContext
 from stages.files import write_atomically
 from stages.opening import open_engine
@@ -30,7 +32,8 @@ def run(ctx: StageContext) -> None:
     try:
         for line in engine.format_plan().splitlines():
             log.info("%s", line)
-        summary, tokens = answer(engine, messages, cfg.max_tokens)
+        options = ChatOptions(cfg.thinking, cfg.effort)
+        summary, tokens = answer(engine, messages, options, cfg.max_tokens)
     finally:
         engine.close()
     print(format_summary(summary), file=sys.stderr)
@@ -42,17 +45,21 @@ def run(ctx: StageContext) -> None:
 
 
 def answer(
-    engine: Engine, messages: list[dict[str, str]], max_tokens: int
+    engine: Engine, messages: list[dict[str, str]], options: ChatOptions, max_tokens: int
 ) -> tuple[RunSummary, list[TokenStats]]:
     """Stream one answer to stdout and return its figures: of the run, and of each decoded token."""
     rates = engine.measure_rates()
     session = Session(engine)
     params = replace(engine.default_sampling(), max_tokens=max_tokens)
-    prompt = engine.codec.encode_chat(messages)
+    prompt = engine.codec.encode_chat(messages, options)
+    parser = engine.codec.parser(options)
     tokens: list[TokenStats] = []
     finish: FinishReason | None = None
-    for piece in session.generate(prompt, params):
-        print(piece.text, end="", flush=True)
+    for piece in session.generate(prompt, params, parser=parser):
+        for event in piece.events:
+            if isinstance(event, (Content, Reasoning)):
+                where = sys.stdout if isinstance(event, Content) else sys.stderr
+                print(event.text, end="", flush=True, file=where)
         if piece.stats is not None:
             tokens.append(piece.stats)
         finish = piece.finish

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from conf.schema import RunConfig, load
 from runtime.engine import Engine, EngineFiles
+from runtime.models.qwen_codec import QwenCodec
 from runtime.text import TextCodec
 from stages.core import Runner
 from stages.opening import engine_files
@@ -109,7 +110,7 @@ def resident_engine(tiny_files):
 @pytest.fixture(scope="session")
 def tiny_codec(tiny_qwen) -> TextCodec:
     """The bundled model's tokenizer and template."""
-    return TextCodec(tiny_qwen)
+    return QwenCodec(tiny_qwen)
 
 
 @pytest.fixture(scope="session")

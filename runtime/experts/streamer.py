@@ -28,7 +28,8 @@ Wave = list[tuple[int, Tensor]]
 class ExpertSource(Protocol):
     """Where an engine gets its experts from."""
 
-    counters: ExpertCounters
+    @property
+    def counters(self) -> ExpertCounters: ...
 
     def waves(self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()) -> Iterator[Wave]:
         """Yield `ids` (distinct, in router order) with their records in lists: first what is there already; then, as

@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
 from runtime.experts.streamer import ExpertSource
 from runtime.models.buffers import appended, check_context
+from runtime.models.deepseek_codec import open_codec as open_codec  # the family's
 from runtime.models.deepseek_engram import EngramHash, build_token_map, read_engram_tables
 from runtime.models.deepseek_rows import EngramReader
 from runtime.models.deepseek_state import DeepseekState
@@ -39,6 +41,7 @@ from runtime.models.deepseek_weights import expert_layout as find_experts
 
 if TYPE_CHECKING:
     from runtime.engine import EngineFiles
+    from runtime.models.deepseek_drafts import DraftedModel
 
 Matrices = tuple[Tensor, Tensor, Tensor]
 # record of an expert -> its matrices gate, up, down, dequantised
@@ -481,6 +484,10 @@ def check_support(spec: DeepseekSpec, config: RunConfig, device: torch.device) -
     if device.type != "cpu":
         raise UserError("the deepseek family runs on the CPU only so far", "add hw=cpu")
     check_context(config.model.context_tokens, spec.max_positions)
+    if config.drafts.enabled:
+        from runtime.models.deepseek_drafts import check_drafts
+
+        check_drafts(spec, config.drafts)
 
 
 def expert_layout(spec: DeepseekSpec, files: EngineFiles) -> ShardLayout:
@@ -496,14 +503,19 @@ def model_sizes(
     dtype: torch.dtype,
 ) -> ModelSizes:
     """Return what the memory plan needs to know: weights are widened to fp32 for a CPU, experts one at a time."""
-    del files, dtype  # the arithmetic has its own
+    del dtype  # the arithmetic has its own
+    drafts = 0
+    if config.drafts.enabled:
+        from runtime.models.deepseek_drafts import drafts_nbytes
+
+        drafts = drafts_nbytes(Checkpoint.open(files.snapshot), spec, config.drafts)
     nbytes = {name: 4 * math.prod(shape) for name, (_, shape) in resident_shapes(spec).items()}
     tokens = config.model.context_tokens
     entries = sum(tokens // spec.compress_ratios[layer] for layer in spec.kv_sources)
     state = 2 * spec.num_layers * spec.window * spec.head_dim
     state += 2 * entries * (spec.head_dim + spec.index_dim)
     return ModelSizes(
-        residents_nbytes=sum(nbytes.values()) - nbytes["embed.weight"],
+        residents_nbytes=sum(nbytes.values()) - nbytes["embed.weight"] + drafts,
         embedding_nbytes=nbytes["embed.weight"] // 2,
         state_nbytes=state,
         record_nbytes=layout.record_nbytes,
@@ -521,7 +533,7 @@ def open_model(
     config: RunConfig,
     device: torch.device,
     dtype: torch.dtype,
-) -> DeepseekModel:
+) -> DeepseekModel | DraftedModel:
     """Load the residents from the released shards and open the Engram tables."""
     del device, dtype
     checkpoint = Checkpoint.open(files.snapshot)
@@ -530,23 +542,31 @@ def open_model(
     tables = read_engram_tables(checkpoint, spec)
     rows = EngramReader(spec.engram_layers, tables, config.hw.drive, config.cache.table_rows)
 
-    def open_expert(key: ExpertKey, record: Tensor) -> Matrices:
-        weights_at, scales_at = layout.payload_offsets(key)
-        codes, scales = [], []
-        for height, width in layout.shape.matrices().values():
-            code_nbytes, scale_nbytes = height * width // 2, height * width // MX_GROUP
-            codes.append(record[weights_at : weights_at + code_nbytes].view(height, -1))
-            scales.append(record[scales_at : scales_at + scale_nbytes].view(height, -1))
-            weights_at, scales_at = weights_at + code_nbytes, scales_at + scale_nbytes
-        return expert_matrices(codes, scales)
-
     def engram_rows(layer: int, ids: Sequence[int]) -> Tensor:
         return rows.collect(layer, len(ids) // spec.engram_columns)
 
     guesses = spec.top_k if config.prefetch.experts else 0
     tokens = config.model.context_tokens
-    model = DeepseekModel(
-        spec, weights, experts, open_expert, engram_rows, hashes.row_ids, tokens, guesses
-    )
+    open_expert = partial(open_record, layout)
+    parts = (spec, weights, experts, open_expert, engram_rows, hashes.row_ids, tokens, guesses)
+    if config.drafts.enabled:
+        from runtime.models.deepseek_drafts import TappedModel, with_drafts
+
+        tapped = TappedModel(*parts)
+        tapped.rows = rows
+        return with_drafts(tapped, checkpoint, config, lambda drafts: partial(open_record, drafts))
+    model = DeepseekModel(*parts)
     model.rows = rows
     return model
+
+
+def open_record(layout: ShardLayout, key: ExpertKey, record: Tensor) -> Matrices:
+    """Cut a record of released shards into its tensors and dequantise them."""
+    weights_at, scales_at = layout.payload_offsets(key)
+    codes, scales = [], []
+    for height, width in layout.shape.matrices().values():
+        code_nbytes, scale_nbytes = height * width // 2, height * width // MX_GROUP
+        codes.append(record[weights_at : weights_at + code_nbytes].view(height, -1))
+        scales.append(record[scales_at : scales_at + scale_nbytes].view(height, -1))
+        weights_at, scales_at = weights_at + code_nbytes, scales_at + scale_nbytes
+    return expert_matrices(codes, scales)

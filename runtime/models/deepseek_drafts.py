@@ -1,7 +1,7 @@
 """The draft heads of DeepSeek-V4.1-Flash (DSpark), and exact greedy decoding with what they propose.
 
 Owns the drafts' arithmetic, the taps that they read from the main model, and the way back from rejected rows. The
-stages are layers of the main model's kind: they run as a small model of their own. Knows no file.
+stages are layers of the main model's kind: they run as a small model of their own. Only `with_drafts` knows files.
 
 Letters: T rows of this call, d hidden, S streams, D head size, V vocabulary, B rows of a draft block.
 A draft's position is the number of main positions it has been seeded with: its block starts there.
@@ -10,14 +10,20 @@ A draft's position is the number of main positions it has been seeded with: its 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from conf.schema import DraftsConfig, RunConfig
 from kernels import reference_deepseek as ops
-from runtime.experts.streamer import ExpertSource
+from runtime.checkpoint import Checkpoint
+from runtime.errors import UserError
+from runtime.experts.reader import DirectReader
+from runtime.experts.shard_layout import ShardLayout
+from runtime.experts.streamer import ExpertSource, ExpertStreamer
 from runtime.models.deepseek import (
     Attention,
     Block,
@@ -29,8 +35,11 @@ from runtime.models.deepseek import (
     RowIds,
     fp8_matrix,
 )
+from runtime.models.deepseek_rows import EngramReader
 from runtime.models.deepseek_state import DeepseekState
-from runtime.models.deepseek_weights import DeepseekSpec, draft_shapes
+from runtime.models.deepseek_weights import DeepseekSpec, draft_expert_layout, draft_shapes
+from runtime.stats import ExpertCounters
+from runtime.units import GIB
 
 # ---- the main model, tapped and with a way back --------------------------------------------------------------------
 
@@ -308,52 +317,207 @@ class Drafts:
 # ---- greedy decoding -----------------------------------------------------------------------------------------------
 
 
-class GreedyDrafting:
-    """One conversation, decoded greedily: drafts only change how many tokens a pass of the main model gives.
+class DraftedState:
+    """One conversation: what the main model keeps, and the drafts' rings beside it."""
 
-    All tokens told so far have been fed, except the last.
+    def __init__(self, main: DeepseekState, rings: DraftState) -> None:
+        self.main, self.rings = main, rings
+
+    @property
+    def position(self) -> int:
+        return self.main.position
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return a copy of everything that decides the next tokens and proposals, as flat tensors."""
+        rings = {f"drafts.{name}": tensor for name, tensor in self.rings.tensors().items()}
+        return self.main.tensors() | rings
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Become the conversation that `tensors` was copied from."""
+        self.main.restore(tensors)
+        self.rings.restore(
+            {
+                name.removeprefix("drafts."): tensor
+                for name, tensor in tensors.items()
+                if name.startswith("drafts.")
+            }
+        )
+
+
+class GreedyPass:
+    """One pass of the main model over a token and what the drafts guessed behind it, as far as greedy agrees."""
+
+    def __init__(self, step: Step, count: int, rings: DraftState) -> None:
+        """count: rows that stand."""
+        self._step, self._rings = step, rings
+        self.tokens = step.tokens[:count]  # that were fed
+        self.logits = step.logits[:count]  # [count, V] fp32, after each of them
+
+    def keep(self, count: int) -> None:
+        """Leave the state as if only the first `count` tokens, 1 or more, had been fed; before the next pass."""
+        self._step.keep(count)
+        self._rings.take_back(self._step.start + count)
+
+
+class DraftedModel:
+    """The text model and its drafts: prompts and tokens keep the drafts informed, `greedy_pass` asks them.
+
+    Drafts change how many tokens a greedy pass gives, and no token.
     """
 
-    def __init__(self, model: TappedModel, drafts: Drafts, depth: int) -> None:
-        """depth: drafts per pass, 0 to the drafts' block; 0 decodes without them."""
+    def __init__(
+        self, model: TappedModel, drafts: Drafts, depth: int, experts: ExpertSource | None = None
+    ) -> None:
+        """depth: guesses per pass, 0 to the drafts' block.  experts: those of both, to be counted and closed."""
         if not 0 <= depth <= drafts.block:
             raise ValueError(f"depth is {depth}, the drafts give up to {drafts.block}")
         self.model, self.drafts, self.depth = model, drafts, depth
-        self.state, self.draft_state = model.new_state(), drafts.new_state()
+        self.experts = model.experts if experts is None else experts
         self.proposed = self.accepted = self.passes = 0
 
-    def read(self, tokens: Sequence[int]) -> int:
-        """Take in a prompt, or what follows the last answer: its unfed last token first. Returns the next token."""
-        logits = self.model.prefill(tokens, self.state)
-        self.drafts.seed(self.model.taps(), self.draft_state)
-        return int(logits[-1].argmax())
+    @property
+    def rows(self) -> EngramReader | None:
+        """The reader of Engram rows."""
+        return self.model.rows
 
-    def step(self, token: int, limit: int, stops: Collection[int] = ()) -> list[int]:
-        """Feed `token`, the last one told. Returns what follows it: 1 to min(depth + 1, limit), none behind a stop."""
-        room = self.model.max_positions - self.state.position
+    @property
+    def device_wait_ns(self) -> int:
+        return self.model.device_wait_ns
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes that a pass without drafts reads at least."""
+        return self.model.dense_nbytes
+
+    def new_state(self) -> DraftedState:
+        """Return the state of an empty conversation."""
+        return DraftedState(self.model.new_state(), self.drafts.new_state())
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        state: DraftedState,
+        all_logits: bool = False,
+        after_layer: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """As DeepseekModel."""
+        logits = self.model.prefill(tokens, state.main, all_logits, after_layer)
+        self.drafts.seed(self.model.taps(), state.rings)
+        return logits
+
+    def decode(self, token: int, state: DraftedState) -> Tensor:
+        """As DeepseekModel."""
+        logits = self.model.decode(token, state.main)
+        self.drafts.seed(self.model.taps(), state.rings)
+        return logits
+
+    def greedy_pass(
+        self,
+        token: int,
+        state: DraftedState,
+        limit: int,
+        stops: Collection[int] = (),
+        num_tokens: int | None = None,
+    ) -> GreedyPass:
+        """Feed `token`, drawn last, and guesses as long as greedy draws them: 1 to min(depth + 1, limit) rows stand.
+
+        limit: tokens still wanted.  stops: nothing is fed behind one.  num_tokens: of the vocabulary that are drawn.
+        """
+        room = self.model.max_positions - state.position
         depth = max(0, min(self.depth, limit - 1, room - 1))
-        guesses = self.drafts.propose(token, self.draft_state, depth).tokens if depth else []
-        step = self.model.attempt([token, *guesses], self.state)
-        out: list[int] = []
-        for guess, best in zip([*guesses, None], step.logits.argmax(1).tolist(), strict=True):
-            out.append(best)
+        guesses = self.drafts.propose(token, state.rings, depth).tokens if depth else []
+        step = self.model.attempt([token, *guesses], state.main)
+        drawn = step.logits[:, :num_tokens].argmax(1).tolist()
+        count = 0
+        for guess, best in zip([*guesses, None], drawn, strict=True):
+            count += 1
             if guess != best or best in stops:
                 break
-        step.keep(len(out))
-        self.drafts.seed(step.taps[: len(out)], self.draft_state)
+        step.keep(count)
+        self.drafts.seed(step.taps[:count], state.rings)
         self.passes += 1
         self.proposed += len(guesses)
-        self.accepted += sum(a == b for a, b in zip(guesses, out, strict=False))
-        return out
+        self.accepted += sum(a == b for a, b in zip(guesses, drawn[:count], strict=False))
+        return GreedyPass(step, count, state.rings)
 
-    def generate(
-        self, prompt: Sequence[int], max_tokens: int, stops: Collection[int] = ()
-    ) -> Iterator[int]:
-        """Yield the greedy continuation: max_tokens of it (1 or more), or up to and with the first stop."""
-        out, told = [self.read(prompt)], 0
-        while True:
-            yield from out
-            told += len(out)
-            if told >= max_tokens or out[-1] in stops:
-                return
-            out = self.step(out[-1], max_tokens - told, stops)
+
+# ---- opening --------------------------------------------------------------------------------------------------------
+
+
+class _BothExperts:
+    """The main model's experts as an engine sees them, with the drafts' counted and closed beside them."""
+
+    def __init__(self, main: ExpertSource, drafts: ExpertSource) -> None:
+        self._main, self._drafts = main, drafts
+        self.waves, self.ahead, self.fetch, self.sweep = (
+            main.waves,
+            main.ahead,
+            main.fetch,
+            main.sweep,
+        )
+
+    @property
+    def counters(self) -> ExpertCounters:
+        return self._main.counters.plus(self._drafts.counters)
+
+    @property
+    def max_hold(self) -> int:
+        return self._main.max_hold
+
+    @property
+    def record_nbytes(self) -> int:
+        return self._main.record_nbytes
+
+    def pin(self) -> None:
+        self._main.pin()
+
+    def forget(self) -> None:
+        self._main.forget()
+        self._drafts.forget()
+
+    def close(self) -> None:
+        self._main.close()
+        self._drafts.close()
+
+
+def check_drafts(spec: DeepseekSpec, config: DraftsConfig) -> None:
+    """Refuse drafts that this checkpoint does not have. Raises UserError."""
+    if not spec.num_drafts:
+        raise UserError(
+            "drafts.enabled=true, but this checkpoint has no draft heads (num_nextn_predict_layers is 0)",
+            "leave drafts.enabled out",
+        )
+    if config.depth is not None and config.depth > spec.dspark_block:
+        raise UserError(
+            f"drafts.depth is {config.depth}, this checkpoint's drafts give up to {spec.dspark_block} tokens",
+            f"set drafts.depth={spec.dspark_block} or less, or leave it out",
+        )
+
+
+def _rows(spec: DeepseekSpec, config: DraftsConfig, record_nbytes: int) -> tuple[int, int]:
+    """Return how many draft experts are kept in RAM, and how many are read ahead of a block."""
+    kept = max(spec.draft_top_k, int(config.ram_gib * GIB) // record_nbytes)
+    touched = min(spec.draft_experts, spec.draft_top_k * spec.dspark_block)
+    return min(kept, spec.num_drafts * spec.draft_experts), touched
+
+
+def drafts_nbytes(checkpoint: Checkpoint, spec: DeepseekSpec, config: DraftsConfig) -> int:
+    """Return what the drafts take of the RAM: their weights widened to fp32, and rows for their experts."""
+    record_nbytes = draft_expert_layout(checkpoint, spec).record_nbytes
+    weights = sum(4 * math.prod(shape) for _, shape in draft_shapes(spec).values())
+    return weights + sum(_rows(spec, config, record_nbytes)) * record_nbytes
+
+
+def with_drafts(
+    model: TappedModel, checkpoint: Checkpoint, config: RunConfig, opener: Callable[[ShardLayout], OpenExpert]
+) -> DraftedModel:  # fmt: skip
+    """Load the drafts beside the model that they read.  opener: makes what dequantises records of a layout."""
+    spec = model.spec
+    layout = draft_expert_layout(checkpoint, spec)
+    weights = {name: checkpoint.load(name) for name in draft_shapes(spec)}
+    kept, touched = _rows(spec, config.drafts, layout.record_nbytes)
+    reader = DirectReader(layout.files, config.hw.drive)
+    experts = ExpertStreamer(layout, reader, kept, touched, 0)
+    drafts = Drafts(model, weights, experts, opener(layout))
+    depth = spec.dspark_block if config.drafts.depth is None else config.drafts.depth
+    return DraftedModel(model, drafts, depth, _BothExperts(model.experts, experts))

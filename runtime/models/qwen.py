@@ -31,6 +31,7 @@ from runtime.experts.reader import DirectReader
 from runtime.experts.slots import SlotExperts
 from runtime.experts.streamer import ExpertSource
 from runtime.models.buffers import appended, check_context
+from runtime.models.qwen_codec import QwenCodec
 from runtime.models.qwen_decode import Decoder
 from runtime.models.qwen_state import AttentionState, QwenState
 from runtime.models.qwen_weights import (
@@ -648,7 +649,14 @@ def read_spec(snapshot: Path) -> QwenSpec:
 def check_support(spec: QwenSpec, config: RunConfig, device: torch.device) -> None:
     """Refuse what this engine cannot do for the model. Both devices will do."""
     del device
+    if config.drafts.enabled:
+        raise UserError("drafts.enabled=true, but this family has no draft heads", "leave it out")
     check_context(config.model.context_tokens, spec.max_positions)
+
+
+def open_codec(snapshot: Path) -> QwenCodec:
+    """Return the tokenizer and the form of conversations."""
+    return QwenCodec(snapshot)
 
 
 def expert_layout(spec: QwenSpec, files: EngineFiles) -> PackedLayout:

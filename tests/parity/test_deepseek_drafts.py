@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runtime.models.deepseek import Choice
-from runtime.models.deepseek_drafts import Drafts, GreedyDrafting, Proposal, TappedModel
+from runtime.models.deepseek_drafts import DraftedModel, Drafts, Proposal, TappedModel
 from tests.parity.deepseek_golden import (
     GOLDEN,
     LAYER_BOUND,
@@ -295,6 +295,29 @@ class Oracle:
         return Proposal(guesses, torch.empty(0), torch.empty(0))
 
 
+class GreedyDrafting(DraftedModel):
+    """One conversation. All tokens told so far have been fed, except the last."""
+
+    def __init__(self, model, drafts, depth):
+        super().__init__(model, drafts, depth)
+        self.conversation = self.new_state()
+        self.state, self.draft_state = self.conversation.main, self.conversation.rings
+
+    def read(self, tokens):
+        return int(self.prefill(tokens, self.conversation)[-1].argmax())
+
+    def generate(self, prompt, max_tokens, stops=()):
+        out, told = [self.read(prompt)], 0
+        while True:
+            yield from out
+            told += len(out)
+            if told >= max_tokens or out[-1] in stops:
+                return
+            found = self.greedy_pass(out[-1], self.conversation, max_tokens - told, stops)
+            out = found.logits.argmax(1).tolist()
+            assert found.tokens[1:] == out[:-1]
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", PROMPTS)
 def test_greedy_with_drafts_is_greedy_without(tapped, drafts, answers, name, depth):
@@ -336,6 +359,28 @@ def test_nothing_is_fed_behind_a_stop(tapped, drafts, answers):
         assert drafting.state.position == len(prompt) + count - 1
         again = drafting.read([stop])  # a next turn goes on from here
         assert again == answer[count]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_pass_is_taken_back_in_part(tapped, plain, drafts, answers, seed):
+    """An answer may end in the middle of a pass: the conversation is as if only what was told had been fed."""
+    prompt, answer = prompt_of("p40"), answers["p40"]
+    model, clean = DraftedModel(tapped, Oracle(drafts, prompt, answer, seed), 3), plain.new_state()
+    plain.prefill(prompt, clean)
+    state, at = model.new_state(), 0
+    model.prefill(prompt, state)
+    while at < ANSWER - 4:
+        found = model.greedy_pass(answer[at], state, ANSWER)
+        kept = (len(found.tokens) + 1) // 2
+        found.keep(kept)
+        for token in answer[at : at + kept]:
+            plain.decode(token, clean)
+        at += kept
+        assert not different(state.main.tensors(), clean.tensors())
+        assert state.rings.position == state.position == len(prompt) + at
+    copy = model.new_state()
+    copy.restore(state.tensors())
+    assert not different(copy.tensors(), state.tensors())
 
 
 def test_the_end_of_the_window_is_reached_with_fewer_drafts(tapped, plain, drafts):

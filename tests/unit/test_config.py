@@ -120,7 +120,7 @@ def test_no_two_keys_mean_the_same():
     reasons = {
         "name": "of a model, of a machine",
         "seed": "of sampling, of the choice of experts to check, of random weights, of a bench's prompt",
-        "ram_gib": "of the machine, of the cache",
+        "ram_gib": "of the machine, of the cache, of the drafts' experts",
         "vram_gib": "of the machine, of the cache",
         "experts": "guesses to read, experts to check, experts of a synthetic layer",
     }
