@@ -50,8 +50,7 @@ class Case:
         """Read a snapshot's golden answers, and find what its family says about them."""
         path = files.snapshot / GOLDEN
         golden = json.loads(path.read_text()) if path.exists() else {}
-        checks = importlib.import_module(f"runtime.models.{cfg.model.family}_checks").CHECKS
-        return cls(cfg, files, golden, checks)
+        return cls(cfg, files, golden, family_checks(cfg.model.family))
 
     @contextmanager
     def engine(self, cfg: RunConfig | None = None, is_resident: bool = False) -> Iterator[Engine]:
@@ -70,6 +69,12 @@ class Case:
     def documents(self, language: str, count: int) -> list[str]:
         """Return the first `count` held-out documents."""
         return read_documents(self.files.snapshot, language)[:count]
+
+
+def family_checks(family: str) -> FamilyChecks:
+    """Return what `runtime/models/<family>_checks.py` says."""
+    checks: FamilyChecks = importlib.import_module(f"runtime.models.{family}_checks").CHECKS
+    return checks
 
 
 def expert_rows(case: Case) -> Iterator[Row]:
