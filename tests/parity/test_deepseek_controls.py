@@ -204,6 +204,7 @@ def test_a_setting_that_changes_a_token_is_red(case, monkeypatch):
     assert red(rows) == ["same tokens: no cache, prefetch 4"]
 
 
+@pytest.mark.slow
 def test_perplexity_of_both_languages_is_the_references(case):
     """Of 40 documents asked for, the 30 that the reference has read."""
     english, russian = verify_rows.perplexity_rows(case)
