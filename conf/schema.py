@@ -26,7 +26,6 @@ NOT_FOR_FAMILY = {
         "repack": "its experts are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",
         "spot_check": "it compares a pack, and this family has none",
-        "verify": "its references are checked by the tests so far",
         "synthetic": "it writes the other family's checkpoints so far",
     }
 }

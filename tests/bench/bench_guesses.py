@@ -27,7 +27,7 @@ from runtime.models.qwen import Moe
 from runtime.session import Session
 from stages.core import Runner
 from stages.opening import engine_files
-from stages.verify import greedy_answer
+from stages.verify_measures import greedy_answer
 
 TOKENS = 120
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from kernels import formats
 from kernels import reference_deepseek as ops
 from runtime.experts.layout import ExpertKey
-from runtime.models import deepseek
+from runtime.models import deepseek, deepseek_state
 from tests.parity.deepseek_golden import (
     GOLDEN,
     LAYER_BOUND,
@@ -76,6 +76,63 @@ def wrong_choices(**how):
 def recorded_choice(indexer, found, u, qr, start, choice, *args):
     type(indexer).choose(indexer, u, qr, start, choice, *args)
     found[indexer.layer] = choice.slots
+
+
+def decoded_choices(prompt, **how):
+    """Layer of an indexer -> its choices [24, n] for the tokens decoded after a prompt, as the golden ones."""
+    model, last = make_model(**how), {}
+    for block in model.blocks:
+        if block.attention.indexer is not None:
+            block.attention.indexer.choose = part(recorded_choice, block.attention.indexer, last)
+    tokens, state = fed_tokens(prompt), model.new_state()
+    model.prefill(tokens[:-24], state)
+    found = {layer: [] for layer in SPEC.index_sources}
+    for token in tokens[-24:]:
+        model.decode(token, state)
+        for layer, slots in found.items():
+            slots.append(padded_to(last[layer], SPEC.index_topk))
+    return {layer: torch.cat(slots) for layer, slots in found.items()}
+
+
+def wrong_decoded_choices(**how):
+    """Share of decoded tokens for which an indexer chooses other entries, at even and odd positions alike."""
+    wrong = rows = 0
+    for prompt in ("p40", "p100"):
+        for layer, slots in decoded_choices(prompt, **how).items():
+            wanted = golden(f"model_{prompt}")[f"decode.index.{layer}.selected"].long()
+            wrong += int((slots != wanted).any(1).sum())
+            rows += len(wanted)
+    return wrong / rows
+
+
+def wrong_dtypes(**how):
+    """Number of tensors of another type than the release keeps or returns them in: bf16, but for tails and logits."""
+    model = make_model(**how)
+    state, run = model.new_state(), Layers(model)
+    logits = [model.prefill(fed_tokens("p40")[:41], state), model.decode(1, state)]
+    found = {name: tensor.dtype for name, tensor in state.tensors().items()}
+    is_wrong = [
+        dtype != (torch.float32 if name.startswith("tail.") else BF16)
+        for name, dtype in found.items()
+        if name not in ("position", "context")
+    ]
+    is_wrong += [x.dtype != torch.float32 for x in logits]
+    is_wrong += [streams.dtype != BF16 for _, streams, _, _ in run.step("prefill")]
+    u = run.records["prefill.0.attn_in"]
+    is_wrong.append(ops.quantized_linear(u, model.blocks[0].attention.wq_a).dtype != BF16)
+    return sum(is_wrong)
+
+
+def restored_differs(**how):
+    """Largest difference of a logit between a conversation and its restored copy, two tokens on."""
+    model, tokens = make_model(**how), fed_tokens("p40")
+    state, copy = model.new_state(), model.new_state()
+    model.prefill(tokens[:41], state)
+    copy.restore(state.tensors())
+    return max(
+        float((model.decode(token, state) - model.decode(token, copy)).abs().max())
+        for token in tokens[41:43]
+    )
 
 
 def wrong_entries(**how):
@@ -223,6 +280,9 @@ def scaled_down(matrices, factors, key, record):
 LAYERS = (worst_layer, LAYER_BOUND)
 TEXT = (median_of_text, MEDIAN_BOUND)
 CHOICES = (wrong_choices, 0.02)
+DECODED = (wrong_decoded_choices, 0.02)
+DTYPES = (wrong_dtypes, 0)
+RESTORED = (restored_differs, 0)
 ENTRIES = (wrong_entries, 0.001)
 ATTENTION = (wrong_attention, 0)
 QUANTISERS = (wrong_quantisers, 0)
@@ -236,6 +296,7 @@ CLOSED = (closed_gates, 1e-6)
 ORDER = (order_counts, 0)
 CHECKS = (
     LAYERS, ROWS, TEXT, CHOICES, ENTRIES, MIXES, PRODUCTS, ATTENTION, QUANTISERS, POWERS, SCALES, OPEN, CLOSED, ORDER,
+    DECODED, DTYPES, RESTORED,
 )  # fmt: skip
 
 
@@ -338,6 +399,24 @@ def highest_place_wins(patch):
     patch.setattr(ops, "best_places", best_places)
 
 
+def keys_of_the_last_source(patch):
+    """While a group is incomplete, its indexer reads what the last source has published in the step before.
+
+    This is what the released code does when it decodes; the right thing is a source's own keys, as in a prompt.
+    """
+    good = deepseek.Indexer.choose
+
+    def choose(self, u, qr, start, choice, state, *args):
+        own = state.compressed[self.spec.kv_source_of(self.layer)]
+        kept = own.keys
+        if len(u) == 1 and (start + 1) % self.ratio:
+            own.keys = state.compressed[self.spec.kv_sources[-1]].keys
+        good(self, u, qr, start, choice, state, *args)
+        own.keys = kept
+
+    patch.setattr(deepseek.Indexer, "choose", choose)
+
+
 def tables(patch, change):
     """Change the tables of rotation of every model: change((window's, compressed layers')) -> the same."""
     good = deepseek.DeepseekModel.__init__
@@ -365,6 +444,35 @@ def no_inverse(patch):
     patch.setattr(
         ops, "rotate", lambda x, cos, sin, inverse=False: x if inverse else good(x, cos, sin)
     )
+
+
+def inverse_at_the_key(patch):
+    """Each value is turned back by the position of its own key, instead of the sum by the query's."""
+    rotate, attend, now = ops.rotate, ops.sparse_attention, {}
+    call, visible = deepseek.Attention.__call__, deepseek.Attention._visible
+
+    def called(self, u, start, choice, state, cos, sin):
+        now.update(cos=cos, sin=sin)
+        return call(self, u, start, choice, state, cos, sin)
+
+    def seen(self, kv, start, choice, state):
+        entries, slots = visible(self, kv, start, choice, state)
+        old = min(start, self.spec.window - 1)
+        first = torch.arange(start - old, start + len(kv))
+        groups = torch.arange(len(entries) - len(first)) * self.spec.compress_ratios[self.layer]
+        now["places"] = torch.cat([first, groups])
+        return entries, slots
+
+    def sparse_attention(q, kv, sink, slots, scale):
+        cos, sin = (now[table][now["places"]] for table in ("cos", "sin"))
+        both = torch.cat([kv, rotate(kv, cos, sin, inverse=True)], dim=1)  # keys, values
+        padded = F.pad(q, (0, kv.shape[1]))
+        return attend(padded, both, sink, slots, scale)[..., kv.shape[1] :]
+
+    patch.setattr(deepseek.Attention, "__call__", called)
+    patch.setattr(deepseek.Attention, "_visible", seen)
+    patch.setattr(ops, "sparse_attention", sparse_attention)
+    no_inverse(patch)
 
 
 def sink_in_the_maximum(patch):
@@ -474,6 +582,43 @@ def scales_read_as_numbers(patch):
     patch.setattr(formats, "e8m0_values", lambda scales: scales.view(torch.uint8).float())
 
 
+def other_e4m3(patch):
+    """The E4M3 of other hardware: bias 8 instead of 7, and no negative zero."""
+    good = deepseek.fp8_blocks_dequantize
+    patch.setattr(
+        deepseek,
+        "fp8_blocks_dequantize",
+        lambda values, scales: good(values.view(torch.uint8).view(torch.float8_e4m3fnuz), scales),
+    )
+
+
+def context_not_restored(patch):
+    good = deepseek_state.DeepseekState.restore
+
+    def restore(self, tensors):
+        good(self, {**tensors, "context": tensors["context"][:0]})
+
+    patch.setattr(deepseek_state.DeepseekState, "restore", restore)
+
+
+def products_in_fp32(patch):
+    patch.setattr(
+        ops, "quantized_linear", lambda x, weight: ops.block_product(ops.act_rounded(x), weight)
+    )
+
+
+def caches_in_fp32(patch):
+    """Compressed entries and index keys are kept in fp32. (A window in fp32 would not take bf16 rows: an error.)"""
+    good = deepseek_state.DeepseekState.__init__
+
+    def init(self, spec):
+        good(self, spec)
+        for cache in self.compressed.values():
+            cache.entries, cache.keys = cache.entries.float(), cache.keys.float()
+
+    patch.setattr(deepseek_state.DeepseekState, "__init__", init)
+
+
 def context_not_kept(patch):
     good = deepseek.DeepseekModel.__init__
 
@@ -527,10 +672,12 @@ MISTAKES = {
     "7 w1 and w3 swapped": Mistake(part(matrices_swapped, a=0, b=2), LAYERS),
     "9 index scores in fp32": Mistake(scores_not_rounded, CHOICES),
     "9 highest place wins": Mistake(highest_place_wins, CHOICES),
+    "10 keys of the last source": Mistake(keys_of_the_last_source, DECODED),
     "11 window's theta everywhere": Mistake(part(tables, change=lambda t: [t[0], t[0]]), LAYERS),
     "11 compressed theta everywhere": Mistake(part(tables, change=lambda t: [t[1], t[1]]), LAYERS),
     "12 halves instead of pairs": Mistake(halves_rotated, LAYERS),
     "12 no inverse rotation": Mistake(no_inverse, LAYERS),
+    "12 inverse at the key's position": Mistake(inverse_at_the_key, LAYERS),
     "13 sink in the running maximum": Mistake(sink_in_the_maximum, ATTENTION),
     "13 sink scaled": Mistake(part(sink, change=lambda sink, scale: sink * scale), LAYERS),
     "13 no sink": Mistake(part(sink, change=lambda sink, _: sink - torch.inf), LAYERS),
@@ -552,9 +699,14 @@ MISTAKES = {
     "18 E8M0 off by one": Mistake(scales_off_by_one, LAYERS),
     "18 E8M0 off by one, codes": Mistake(scales_off_by_one, SCALES),
     "18 E8M0 read as numbers": Mistake(scales_read_as_numbers, SCALES),
+    "18 E4M3 of other hardware": Mistake(other_e4m3, LAYERS),
+    "20 Engram context not restored": Mistake(context_not_restored, RESTORED),
     "20 Engram context not kept": Mistake(context_not_kept, TEXT),
     "22 coarse fp32 products": Mistake(coarse_mixes, PRODUCTS),
     "27 experts added as they arrive": Mistake(added_in_order_of_arrival, ORDER),
+    "33 products in fp32": Mistake(products_in_fp32, ROWS),
+    "33 products in fp32, type": Mistake(products_in_fp32, DTYPES),
+    "33 caches in fp32": Mistake(caches_in_fp32, DTYPES),
 }
 
 
@@ -576,3 +728,24 @@ def test_mistake_is_seen(monkeypatch, mistake):
 
 def test_every_check_sees_something():
     assert {m.seen_by for m in MISTAKES.values()} == set(CHECKS)
+
+
+def test_keys_of_the_last_source_are_what_is_released(monkeypatch):
+    """10: the golden files have both; the planted mistake is the released one, and not what is right."""
+    keys_of_the_last_source(monkeypatch)
+    records = golden("model_p100")
+    fed, released = records["decode.tokens"], records["decode_stale_k.tokens"]
+    same = int((fed == released).int().cumprod(0).sum())  # as long as both are fed the same
+    assert same > 2
+    found = decoded_choices("p100")[1][:same]
+    assert torch.equal(found, records["decode_stale_k.index.1.selected"][:same].long())
+    assert not torch.equal(found, records["decode.index.1.selected"][:same].long())
+
+
+def test_dividing_by_the_largest_value_is_no_mistake_for_bf16():
+    """17: amax / 448 and amax * (1 / 448) differ in fp32, but no bf16 number shows it."""
+    every = torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(BF16).float()
+    amax = every[every.isfinite() & (every >= ops.AMAX_FLOOR)]
+    for largest in (formats.E4M3_MAX, formats.E2M1_MAX):
+        product = ops.power_of_two_above(amax * (1.0 / largest))
+        assert torch.equal(product, ops.power_of_two_above(amax / largest))
