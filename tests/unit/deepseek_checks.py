@@ -10,7 +10,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kernels import deepseek_token, reference_deepseek
+from kernels import deepseek_attention, deepseek_token, reference_deepseek
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS, HC_EPS, ITERATIONS = 1e-20, 1e-6, 20
@@ -19,6 +19,7 @@ NAN = float("nan")
 MIX_TOLERANCE = 2e-6
 # bf16 behind a norm: the mean of squares is summed in another order, so one result in some hundred is rounded otherwise
 NORM_SHARE = 0.01
+ATTENTION_TOLERANCE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,3 +259,48 @@ def check_prepare(s: Sizes, position: int, is_exact: bool) -> None:
         # what is rounded otherwise to bf16 may be a step of E4M3 aside: 16 steps of bf16
         expect_near(ring[row], wanted, NORM_SHARE, steps=16)
     assert ring[torch.arange(s.window, device=DEVICE) != row].isnan().all()
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def check_attention(s: Sizes, position: int, ratio: int, spread: float = 1.0) -> tuple[int, int]:
+    """NaN in every row that is not to be seen.  ratio: 0 for a window alone.  spread: of the scores.
+
+    Returns how many results are not the definition's to the bit, and of how many.
+    """
+    visible = (position + 1) // ratio if ratio else 0
+    generator = torch.Generator().manual_seed(position)
+    chosen = torch.randperm(visible, generator=generator)[: s.topk].sort().values
+    entries = narrow(max(s.capacity // max(ratio, 1), 1), s.head_dim, seed=position + 1)
+    kv = narrow(s.window, s.head_dim, seed=position + 2)
+    q = (spread * random(s.heads, s.head_dim, seed=position + 3)).to(torch.bfloat16)
+    sink = 2 * random(s.heads, seed=4)
+    cos, sin = tables(s)
+    filled = min(position + 1, s.window)
+    rows = torch.arange(position + 1 - filled, position + 1) % s.window
+    here = [table[position, None] for table in (cos, sin)]
+    wanted = reference_deepseek.sparse_attention(
+        reference_deepseek.rotate(q.unsqueeze(0), *here),
+        torch.cat([kv[rows], entries]),
+        sink,
+        torch.cat([torch.arange(filled), chosen + filled]).unsqueeze(0),
+        s.head_dim**-0.5,
+    )
+    wanted = reference_deepseek.rotate(wanted, *here, inverse=True)[0]
+    ring, cache = nans(s.window, s.head_dim), nans(*entries.shape)
+    ring[rows.to(DEVICE)] = kv[rows].to(DEVICE)
+    cache[chosen.to(DEVICE)] = entries[chosen].to(DEVICE)
+    topk = s.topk if ratio else 0
+    slots = torch.nn.functional.pad(chosen, (0, topk - len(chosen)), value=-1).to(DEVICE).int()
+    scores = nans(*deepseek_attention.scores_shape(s.heads, s.window, topk), dtype=torch.float32)
+    out = nans(s.heads, s.head_dim)
+    compressed = (cache, slots) if ratio else (None, None)
+    deepseek_attention.attend_token(
+        q.to(DEVICE), ring, *compressed, *there(sink), at(position), *there(cos, sin), scores, out
+    )
+    found = out.cpu()
+    assert not found.isnan().any()
+    error = (found.float() - wanted.float()).norm() / wanted.float().norm()
+    assert error < ATTENTION_TOLERANCE
+    return int((found != wanted).sum()), found.numel()

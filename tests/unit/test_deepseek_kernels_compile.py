@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from kernels import deepseek_token
+from kernels import deepseek_attention, deepseek_token
+from kernels.reference_deepseek import SLOTS_BLOCK
 from tests.unit.test_token_kernels_compile import compile_kernel
 
 SHARED_NBYTES = 99 * 1024  # what one program may have on the smaller card
@@ -21,6 +22,11 @@ MIXING = {
 }  # fmt: skip
 MIXED = {"fn": FP32, "partials": FP64, "post": FP32, "comb": FP32}
 TABLES = {"position": INT64, "cos": FP32, "sin": FP32, "eps": "fp32"}
+ATTENDED = {"chosen": "*i32", "scores": FP32, "sink": FP32}
+ATTENDING = {
+    "heads": 64, "dim": 512, "half": 32, "window": 128, "topk": 512, "places": 640, "is_wide": False,
+    "block_heads": deepseek_attention.HEADS,
+}  # fmt: skip
 # kernel -> (types of its arguments, values of its constants, warps); arguments that are not named are bf16 pointers
 KERNELS = {
     "deepseek_token._mix_kernel": (MIXED, MIXING, deepseek_token.MIX_WARPS),
@@ -49,15 +55,26 @@ KERNELS = {
         {"hidden": 5120, "num_streams": 4, "block": 8192},
         deepseek_token.READ_WARPS,
     ),
+    "deepseek_attention._score_kernel": (
+        TABLES | ATTENDED | {"scale": "fp32"},
+        ATTENDING | {"block_dim": 512, "tile": deepseek_attention.SCORE_TILE},
+        deepseek_attention.SCORE_WARPS,
+    ),
+    "deepseek_attention._mix_kernel": (
+        TABLES | ATTENDED,
+        ATTENDING | {"block_columns": deepseek_attention.MIX_COLUMNS, "tile": SLOTS_BLOCK},
+        deepseek_attention.MIX_WARPS,
+    ),
 }  # fmt: skip
-MODULES = {m.__name__.rpartition(".")[2]: m for m in (deepseek_token,)}
+STAGES = {"deepseek_attention._mix_kernel": deepseek_attention.MIX_STAGES}
+MODULES = {m.__name__.rpartition(".")[2]: m for m in (deepseek_attention, deepseek_token)}
 
 
 def compile_for(name: str, capability: int) -> tuple[str, int]:
     """PTX of one kernel at full size, and its bytes of shared memory."""
     types, constants, num_warps = KERNELS[name]
     module, _, function = name.partition(".")
-    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    options = {"num_warps": num_warps, "num_stages": STAGES.get(name, 3), "enable_fp_fusion": False}
     kernel = getattr(MODULES[module], function)
     return compile_kernel(kernel, types, constants, capability, options, aligned=True)
 
