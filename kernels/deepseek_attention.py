@@ -18,7 +18,8 @@ from kernels.reference_deepseek import SLOTS_BLOCK
 
 HEADS = 16  # of one program: the least that a product on tensor cores takes
 SCORE_TILE, SCORE_WARPS = 32, 4
-MIX_COLUMNS, MIX_WARPS, MIX_STAGES = 64, 4, 4
+# a step's chain is list, rows, products: with seven stages the rows of three steps are on their way
+MIX_COLUMNS, MIX_WARPS, MIX_STAGES = 64, 4, 7
 
 
 @triton.jit

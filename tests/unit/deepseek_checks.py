@@ -10,7 +10,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kernels import deepseek_attention, deepseek_token, reference_deepseek
+from kernels import deepseek_attention, deepseek_index, deepseek_token, reference_deepseek
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS, HC_EPS, ITERATIONS = 1e-20, 1e-6, 20
@@ -20,6 +20,7 @@ MIX_TOLERANCE = 2e-6
 # bf16 behind a norm: the mean of squares is summed in another order, so one result in some hundred is rounded otherwise
 NORM_SHARE = 0.01
 ATTENTION_TOLERANCE = 1e-3
+SCORE_SHARE = 0.001
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,3 +305,83 @@ def check_attention(s: Sizes, position: int, ratio: int, spread: float = 1.0) ->
     error = (found.float() - wanted.float()).norm() / wanted.float().norm()
     assert error < ATTENTION_TOLERANCE
     return int((found != wanted).sum()), found.numel()
+
+
+# ---- indexer ---------------------------------------------------------------------------------------------------------
+
+
+def make_index(s: Sizes, position: int, ratio: int, kinds: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Raw queries, raw weights and FP4 keys of a token.  kinds: of keys; few kinds make many ties."""
+    q, weights = (
+        narrow(s.index_heads, s.index_dim, seed=position),
+        narrow(s.index_heads, seed=position + 1),
+    )
+    rows = s.capacity // ratio
+    keys = reference_deepseek.fp4_rounded(narrow(min(kinds, rows), s.index_dim, seed=position + 2))
+    generator = torch.Generator().manual_seed(position)
+    return q, weights, keys[torch.randint(0, len(keys), (rows,), generator=generator)]
+
+
+def check_query(s: Sizes, position: int) -> tuple[Tensor, Tensor]:
+    """Bit for bit.  Returns the queries and the weights, on the device."""
+    q, weights, _ = make_index(s, position, 1, 1)
+    cos, sin = tables(s)
+    turned = reference_deepseek.rotate(q.unsqueeze(0), cos[position, None], sin[position, None])
+    q_out, weights_out = nans(s.index_heads, s.index_dim), nans(s.index_heads)
+    inputs = [*there(q, weights), at(position), *there(cos, sin)]
+    deepseek_index.prepare_query(*inputs, q_out, weights_out)
+    expect_same(q_out, reference_deepseek.fp4_rounded(turned)[0])
+    expect_same(weights_out, weights * (s.index_dim**-0.5 * s.index_heads**-0.5))
+    return q_out, weights_out
+
+
+def check_choice(s: Sizes, position: int, ratio: int, kinds: int, is_source: bool) -> None:
+    """Scores as defined but for single steps; the list and the candidates are exactly those of the scores.
+
+    is_source: mark candidates from these scores, then choose among them by another token's.
+    """
+    visible = (position + 1) // ratio
+    q, weights = check_query(s, position)
+    keys = make_index(s, position, ratio, kinds)[2]
+    cache = nans(*keys.shape)
+    cache[:visible] = keys[:visible].to(DEVICE)
+    scores, chosen = (
+        nans(len(keys)),
+        torch.full((s.topk,), -7, dtype=torch.int32, device=DEVICE),
+    )
+    marks = torch.full((-(-len(keys) // s.block),), 7, dtype=torch.int8, device=DEVICE)
+    deepseek_index.score_entries(q, cache, weights, at(position), scores, ratio, s.topk)
+    if visible <= s.topk:  # nothing is done, since nothing is read
+        assert scores.isnan().all()
+    else:
+        wanted = reference_deepseek.index_scores(
+            q.cpu().unsqueeze(0), keys[:visible], weights.cpu().unsqueeze(0)
+        )
+        expect_near(scores[:visible], wanted[0], SCORE_SHARE)
+        assert scores[visible:].isnan().all()
+    own = scores.cpu()[None, :visible]
+    masked = own
+    blocks = {"num_blocks": s.num_blocks, "size": s.block}
+    deepseek_index.list_best(scores, at(position), chosen, ratio)
+    expect_list(chosen, own, s.topk)
+    if not is_source or visible <= s.topk:
+        return
+    deepseek_index.mark_candidates(scores, at(position), marks, ratio, **blocks)
+    mask = reference_deepseek.candidate_mask(own, torch.tensor([visible]), s.num_blocks, s.block)
+    if -(-visible // s.block) <= s.num_blocks:
+        assert mask.all()
+        assert (marks == 7).all()
+    else:
+        found = marks.repeat_interleave(s.block)[:visible].cpu()
+        assert torch.equal(found.bool(), mask[0])
+        assert (marks[-(-visible // s.block) :] == 7).all()
+    other = (random(len(keys), seed=position) * 4).round().to(torch.bfloat16)
+    masked = other[None, :visible].masked_fill(~mask, float("-inf"))
+    deepseek_index.list_best(other.to(DEVICE), at(position), chosen, ratio, marks, **blocks)
+    expect_list(chosen, masked, s.topk)
+
+
+def expect_list(chosen: Tensor, scores: Tensor, topk: int) -> None:
+    best = reference_deepseek.best_places(scores, min(topk, scores.shape[1]))[0].sort().values
+    wanted = torch.nn.functional.pad(best, (0, topk - len(best)), value=-1)
+    assert torch.equal(chosen.cpu().long(), wanted)

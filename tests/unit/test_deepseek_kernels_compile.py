@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from kernels import deepseek_attention, deepseek_token
+from kernels import deepseek_attention, deepseek_index, deepseek_token
 from kernels.reference_deepseek import SLOTS_BLOCK
 from tests.unit.test_token_kernels_compile import compile_kernel
 
@@ -65,15 +65,54 @@ KERNELS = {
         ATTENDING | {"block_columns": deepseek_attention.MIX_COLUMNS, "tile": SLOTS_BLOCK},
         deepseek_attention.MIX_WARPS,
     ),
+    "deepseek_index._query_kernel": (
+        TABLES | {"scale": "fp32"},
+        {"dim": 128, "half": 32, "block_dim": 128},
+        1,
+    ),
+    "deepseek_index._score_kernel": (
+        TABLES,
+        {
+            "heads": 32, "dim": 128, "ratio": 2, "topk": 512, "is_wide": False, "block_heads": 32, "block_dim": 128,
+            "tile": deepseek_index.SCORE_TILE,
+        },
+        deepseek_index.SCORE_WARPS,
+    ),
+    "deepseek_index._list_kernel": (
+        TABLES | {"candidates": "*i8", "chosen": "*i32"},
+        {
+            "ratio": 1, "capacity": 8192, "topk": 512, "num_blocks": 2048, "size": 8, "is_masked": False,
+            "block_topk": 512, "block": 8192,
+        },
+        16,
+    ),
+    # a longer context than is planned for: the least that leaves blocks out
+    "deepseek_index._list_kernel/masked": (
+        TABLES | {"candidates": "*i8", "chosen": "*i32"},
+        {
+            "ratio": 1, "capacity": 32768, "topk": 512, "num_blocks": 2048, "size": 8, "is_masked": True,
+            "block_topk": 512, "block": 32768,
+        },
+        32,
+    ),
+    "deepseek_index._mark_kernel": (
+        TABLES | {"candidates": "*i8"},
+        {
+            "ratio": 1, "capacity": 32768, "num_blocks": 2048, "size": 8, "block_size": 8, "block": 4096,
+        },
+        32,
+    ),
 }  # fmt: skip
 STAGES = {"deepseek_attention._mix_kernel": deepseek_attention.MIX_STAGES}
-MODULES = {m.__name__.rpartition(".")[2]: m for m in (deepseek_attention, deepseek_token)}
+MODULES = {
+    m.__name__.rpartition(".")[2]: m for m in (deepseek_attention, deepseek_index, deepseek_token)
+}
 
 
 def compile_for(name: str, capability: int) -> tuple[str, int]:
     """PTX of one kernel at full size, and its bytes of shared memory."""
     types, constants, num_warps = KERNELS[name]
-    module, _, function = name.partition(".")
+    module, _, function = name.partition("/")[0].partition(".")
     options = {"num_warps": num_warps, "num_stages": STAGES.get(name, 3), "enable_fp_fusion": False}
     kernel = getattr(MODULES[module], function)
     return compile_kernel(kernel, types, constants, capability, options, aligned=True)
