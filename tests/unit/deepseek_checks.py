@@ -10,7 +10,13 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kernels import deepseek_attention, deepseek_index, deepseek_token, reference_deepseek
+from kernels import (
+    deepseek_attention,
+    deepseek_compress,
+    deepseek_index,
+    deepseek_token,
+    reference_deepseek,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS, HC_EPS, ITERATIONS = 1e-20, 1e-6, 20
@@ -21,6 +27,8 @@ MIX_TOLERANCE = 2e-6
 NORM_SHARE = 0.01
 ATTENTION_TOLERANCE = 1e-3
 SCORE_SHARE = 0.001
+# a number on the other side of an FP4 threshold is a third aside, a scale on the other side moves a block
+FP4_SHARE, FP4_TOLERANCE = 0.01, 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,3 +393,82 @@ def expect_list(chosen: Tensor, scores: Tensor, topk: int) -> None:
     best = reference_deepseek.best_places(scores, min(topk, scores.shape[1]))[0].sort().values
     wanted = torch.nn.functional.pad(best, (0, topk - len(best)), value=-1)
     assert torch.equal(chosen.cpu().long(), wanted)
+
+
+# ---- compressor ------------------------------------------------------------------------------------------------------
+
+
+class Compressed:
+    """Weights, caches and the definition of one layer that makes entries: NaN wherever nothing was written."""
+
+    def __init__(self, s: Sizes, ratio: int, is_exact: bool) -> None:
+        """is_exact: norms that are one all the way, so that everything is equal to the bit."""
+        self.s, self.ratio, self.is_exact = s, ratio, is_exact
+        self.norm, self.k_norm = (
+            (1 + 0.3 * random(size, seed=size)).to(torch.bfloat16)
+            for size in (s.head_dim, s.index_dim)
+        )
+        self.wk = narrow(s.index_dim, s.head_dim, seed=3) * s.head_dim**-0.5
+        if is_exact:  # a key repeats the latent, up to signs
+            self.norm = torch.ones(s.head_dim, dtype=torch.bfloat16)
+            place = torch.arange(s.index_dim) % s.head_dim
+            self.wk = torch.zeros(s.index_dim, s.head_dim, dtype=torch.bfloat16)
+            self.wk[torch.arange(s.index_dim), place] = narrow(s.index_dim, seed=5).sign()
+        self.tables = tables(s)
+        rows = s.capacity // ratio
+        self.entries, self.keys = nans(rows, s.head_dim), nans(rows, s.index_dim)
+        self.tail = nans(2, s.head_dim, dtype=torch.float32) if ratio == 2 else None
+
+    def token(self, position: int) -> tuple[Tensor, Tensor | None]:
+        """What a token's projections give: values and gates."""
+        values = random(self.s.head_dim, seed=2 * position)
+        if self.is_exact:  # both tokens of a pair alike: any mix of the two is as long
+            values = random(self.s.head_dim, seed=position // self.ratio).sign()
+        if self.ratio == 1:
+            return values.to(torch.bfloat16), None
+        return values, random(self.s.head_dim, seed=2 * position + 1)
+
+    def feed(self, position: int) -> None:
+        values, gates = self.token(position)
+        deepseek_compress.extend_entries(
+            values.to(DEVICE), None if gates is None else gates.to(DEVICE), self.tail,
+            *there(self.norm, self.wk, self.k_norm), at(position), *there(*self.tables), self.entries, self.keys, EPS,
+        )  # fmt: skip
+
+    def definition(self, number: int) -> tuple[Tensor, Tensor]:
+        """The entry and the key of a group of tokens."""
+        group = [self.token(number * self.ratio + i) for i in range(self.ratio)]
+        values = torch.stack([v for v, _ in group])
+        if self.ratio == 2:
+            scores = torch.stack([z for _, z in group])
+            values = (scores.softmax(0) * values).sum(0, keepdim=True).to(torch.bfloat16)
+        ops = reference_deepseek
+        latent = ops.rms_norm(values, self.norm, EPS)
+        key = ops.rms_norm(torch.nn.functional.linear(latent, self.wk), self.k_norm, EPS)
+        c, s = (table[number * self.ratio, None] for table in self.tables)
+        entry = ops.fp4_rounded(ops.rotate(latent, c, s), is_kv=True)
+        return entry[0], ops.fp4_rounded(ops.rotate(key, c, s))[0]
+
+
+def check_compressor(s: Sizes, ratio: int, is_exact: bool, places: list[int]) -> None:
+    """places: positions to feed, each with those before it in its group."""
+    c, others, total = Compressed(s, ratio, is_exact), 0, 0
+    for place in places:
+        number = place // ratio
+        for position in range(number * ratio, place + 1):
+            before = c.entries.clone(), c.keys.clone()
+            c.feed(position)
+            is_row = torch.arange(len(c.entries), device=DEVICE) == number
+            is_complete = position % ratio == ratio - 1
+            for cache, old in zip((c.entries, c.keys), before, strict=True):
+                kept = ~is_row if is_complete else torch.ones_like(is_row)
+                torch.testing.assert_close(cache[kept], old[kept], rtol=0, atol=0, equal_nan=True)
+            if not is_complete:
+                continue
+            for cache, wanted in zip((c.entries, c.keys), c.definition(number), strict=True):
+                found = cache[number].cpu()
+                assert not found.isnan().any()
+                error = (found.float() - wanted.float()).norm() / wanted.float().norm()
+                assert error < FP4_TOLERANCE
+                others, total = others + int((found != wanted).sum()), total + found.numel()
+    assert others <= (0 if is_exact else total * FP4_SHARE)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from kernels import deepseek_attention, deepseek_index, deepseek_token
+from kernels import deepseek_attention, deepseek_compress, deepseek_index, deepseek_token
 from kernels.reference_deepseek import SLOTS_BLOCK
 from tests.unit.test_token_kernels_compile import compile_kernel
 
@@ -26,6 +26,9 @@ ATTENDED = {"chosen": "*i32", "scores": FP32, "sink": FP32}
 ATTENDING = {
     "heads": 64, "dim": 512, "half": 32, "window": 128, "topk": 512, "places": 640, "is_wide": False,
     "block_heads": deepseek_attention.HEADS,
+}  # fmt: skip
+EXTENDING = {
+    "dim": 512, "key_dim": 128, "half": 32, "block_dim": 512, "block_key": 128,
 }  # fmt: skip
 # kernel -> (types of its arguments, values of its constants, warps); arguments that are not named are bf16 pointers
 KERNELS = {
@@ -102,10 +105,17 @@ KERNELS = {
         },
         32,
     ),
+    "deepseek_compress._extend_kernel/one": (TABLES, EXTENDING | {"ratio": 1}, deepseek_compress.WARPS),
+    "deepseek_compress._extend_kernel/two": (
+        TABLES | dict.fromkeys(("values", "gates", "tail"), FP32),
+        EXTENDING | {"ratio": 2},
+        deepseek_compress.WARPS,
+    ),
 }  # fmt: skip
 STAGES = {"deepseek_attention._mix_kernel": deepseek_attention.MIX_STAGES}
 MODULES = {
-    m.__name__.rpartition(".")[2]: m for m in (deepseek_attention, deepseek_index, deepseek_token)
+    m.__name__.rpartition(".")[2]: m
+    for m in (deepseek_attention, deepseek_compress, deepseek_index, deepseek_token)
 }
 
 
