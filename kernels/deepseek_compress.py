@@ -55,12 +55,16 @@ def _extend_kernel(
     column = tl.arange(0, block_dim)
     is_column = column < dim
     x = tl.load(values + column, mask=is_column, other=0.0).to(tl.float32)
+    if ratio == 2:
+        is_kept = is_column & (place % 2 == 0) & (tl.program_id(0) == 0)
+        z = tl.load(gates + column, mask=is_column, other=0.0)
+        tl.store(tail + column, x, mask=is_kept)
+        tl.store(tail + dim + column, z, mask=is_kept)
     if place % ratio == ratio - 1:
         if ratio == 2:
             first = tl.load(tail + column, mask=is_column, other=0.0)
             z0 = tl.load(tail + dim + column, mask=is_column, other=0.0)
-            z1 = tl.load(gates + column, mask=is_column, other=0.0)
-            x = _pair_mixed(first, x, z0, z1)
+            x = _pair_mixed(first, x, z0, z)
         gain = tl.load(norm + column, mask=is_column, other=0.0).to(tl.float32)
         latent = normed(x, gain, tl.sum(x * x, axis=0), dim, eps)
         if tl.program_id(0) == 0:
@@ -74,10 +78,6 @@ def _extend_kernel(
                 latent, wk, k_norm, cos, sin, number * ratio, keys + number * key_dim, eps, dim, key_dim, half,
                 block_dim, block_key,
             )  # fmt: skip
-    elif ratio == 2:
-        if tl.program_id(0) == 0:
-            tl.store(tail + column, x, mask=is_column)
-            tl.store(tail + dim + column, tl.load(gates + column, mask=is_column), mask=is_column)
 
 
 def extend_entries(
