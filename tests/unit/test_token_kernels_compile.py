@@ -84,19 +84,32 @@ MODULES = {
 }
 
 
-def compile_for(name: str, capability: int) -> tuple[str, int]:
-    """Return the PTX of a kernel and the bytes of shared memory that it takes."""
-    types, constants, num_warps = KERNELS[name]
-    module, _, function = name.partition(".")
-    kernel = getattr(MODULES[module], function)
+def compile_kernel(
+    kernel, types: dict, constants: dict, capability: int, options: dict, aligned: bool = False
+) -> tuple[str, int]:
+    """Return the PTX of a kernel and the bytes of shared memory that it takes.
+
+    aligned: pointers are said to be multiples of 16 bytes, as a launch finds out of real buffers.
+    """
     signature = {
         arg: "constexpr" if arg in constants else types.get(arg, BF16) for arg in kernel.arg_names
     }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    done = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps}
-    )
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, kind in enumerate(signature.values())
+        if aligned and kind.startswith("*")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return done.asm["ptx"], done.metadata.shared
+
+
+def compile_for(name: str, capability: int) -> tuple[str, int]:
+    """Return what `compile_kernel` does, for a name of `KERNELS`."""
+    types, constants, num_warps = KERNELS[name]
+    module, _, function = name.partition(".")
+    kernel = getattr(MODULES[module], function)
+    return compile_kernel(kernel, types, constants, capability, {"num_warps": num_warps})
 
 
 @pytest.fixture(scope="module")

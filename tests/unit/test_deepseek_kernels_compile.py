@@ -1,0 +1,161 @@
+"""DeepSeek's kernels of a decoded token compile at full size for cards that are not here, and fuse no product."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from kernels import deepseek_attention, deepseek_compress, deepseek_index, deepseek_token
+from kernels.reference_deepseek import SLOTS_BLOCK
+from tests.unit.test_token_kernels_compile import compile_kernel
+
+SHARED_NBYTES = 99 * 1024  # what one program may have on the smaller card
+FP32, FP64, INT64 = "*fp32", "*fp64", "*i64"
+MIXING = {
+    "hidden": 5120, "num_streams": 4, "mixes": 24, "block_rows": 32, "block_streams": 4,
+    "block": deepseek_token.MIX_COLUMNS,
+}  # fmt: skip
+MIXED = {"fn": FP32, "partials": FP64, "post": FP32, "comb": FP32}
+TABLES = {"position": INT64, "cos": FP32, "sin": FP32, "eps": "fp32"}
+ATTENDED = {"chosen": "*i32", "scores": FP32, "sink": FP32}
+ATTENDING = {
+    "heads": 64, "dim": 512, "half": 32, "window": 128, "topk": 512, "places": 640, "is_wide": False,
+    "block_heads": deepseek_attention.HEADS,
+}  # fmt: skip
+EXTENDING = {
+    "dim": 512, "key_dim": 128, "half": 32, "block_dim": 512, "block_key": 128,
+}  # fmt: skip
+# kernel -> (types of its arguments, values of its constants, warps); arguments that are not named are bf16 pointers
+KERNELS = {
+    "deepseek_token._mix_kernel": (MIXED, MIXING, deepseek_token.MIX_WARPS),
+    "deepseek_token._write_kernel": (
+        MIXED,
+        {"has_mixes": True, **MIXING},
+        deepseek_token.MIX_WARPS,
+    ),
+    "deepseek_token._read_kernel": (
+        MIXED
+        | dict.fromkeys(("pre", "scale", "base", "next_pre"), FP32)
+        | {"norm_eps": "fp32", "eps": "fp32"},
+        {
+            "has_mixes": True, "hidden": 5120, "num_streams": 4, "iterations": 20, "programs": 160, "block_streams": 4,
+            "block_programs": 256, "block": 8192,
+        },
+        deepseek_token.READ_WARPS,
+    ),
+    "deepseek_token._prepare_kernel": (
+        TABLES,
+        {"window": 128, "dim": 512, "half": 32, "rank": 1280, "block_dim": 512, "block_rank": 2048},
+        4,
+    ),
+    "deepseek_token._engram_kernel": (
+        {"gate": FP32, "eps": "fp32", "root": "fp32"},
+        {"hidden": 5120, "num_streams": 4, "block": 8192},
+        deepseek_token.READ_WARPS,
+    ),
+    "deepseek_attention._score_kernel": (
+        TABLES | ATTENDED | {"scale": "fp32"},
+        ATTENDING | {"block_dim": 512, "tile": deepseek_attention.SCORE_TILE},
+        deepseek_attention.SCORE_WARPS,
+    ),
+    "deepseek_attention._mix_kernel": (
+        TABLES | ATTENDED,
+        ATTENDING | {"block_columns": deepseek_attention.MIX_COLUMNS, "tile": SLOTS_BLOCK},
+        deepseek_attention.MIX_WARPS,
+    ),
+    "deepseek_index._query_kernel": (
+        TABLES | {"scale": "fp32"},
+        {"dim": 128, "half": 32, "block_dim": 128},
+        1,
+    ),
+    "deepseek_index._score_kernel": (
+        TABLES,
+        {
+            "heads": 32, "dim": 128, "ratio": 2, "topk": 512, "is_wide": False, "block_heads": 32, "block_dim": 128,
+            "tile": deepseek_index.SCORE_TILE,
+        },
+        deepseek_index.SCORE_WARPS,
+    ),
+    "deepseek_index._list_kernel": (
+        TABLES | {"candidates": "*i8", "chosen": "*i32"},
+        {
+            "ratio": 1, "capacity": 8192, "topk": 512, "num_blocks": 2048, "size": 8, "is_masked": False,
+            "block_topk": 512, "block": 8192,
+        },
+        16,
+    ),
+    # a longer context than is planned for: the least that leaves blocks out
+    "deepseek_index._list_kernel/masked": (
+        TABLES | {"candidates": "*i8", "chosen": "*i32"},
+        {
+            "ratio": 1, "capacity": 32768, "topk": 512, "num_blocks": 2048, "size": 8, "is_masked": True,
+            "block_topk": 512, "block": 32768,
+        },
+        32,
+    ),
+    "deepseek_index._mark_kernel": (
+        TABLES | {"candidates": "*i8"},
+        {
+            "ratio": 1, "capacity": 32768, "num_blocks": 2048, "size": 8, "block_size": 8, "block": 4096,
+        },
+        32,
+    ),
+    "deepseek_compress._extend_kernel/one": (TABLES, EXTENDING | {"ratio": 1}, deepseek_compress.WARPS),
+    "deepseek_compress._extend_kernel/two": (
+        TABLES | dict.fromkeys(("values", "gates", "tail"), FP32),
+        EXTENDING | {"ratio": 2},
+        deepseek_compress.WARPS,
+    ),
+}  # fmt: skip
+STAGES = {"deepseek_attention._mix_kernel": deepseek_attention.MIX_STAGES}
+MODULES = {
+    m.__name__.rpartition(".")[2]: m
+    for m in (deepseek_attention, deepseek_compress, deepseek_index, deepseek_token)
+}
+
+
+def compile_for(name: str, capability: int) -> tuple[str, int]:
+    """PTX of one kernel at full size, and its bytes of shared memory."""
+    types, constants, num_warps = KERNELS[name]
+    module, _, function = name.partition("/")[0].partition(".")
+    options = {"num_warps": num_warps, "num_stages": STAGES.get(name, 3), "enable_fp_fusion": False}
+    kernel = getattr(MODULES[module], function)
+    return compile_kernel(kernel, types, constants, capability, options, aligned=True)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple[int, str], tuple[str, int]]:
+    """All kernels for both cards, from a process of its own: in this one the interpreter replaces the compiler."""
+    code = (
+        "import json, sys; sys.path.insert(0, '.'); from tests.unit import test_deepseek_kernels_compile as t;"
+        "print(json.dumps([[cc, name, t.compile_for(name, cc)] for cc in (90, 120) for name in t.KERNELS]))"
+    )
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return {(cc, name): tuple(found) for cc, name, found in json.loads(done.stdout)}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("capability", [90, 120])
+def test_kernels_compile(compiled, name: str, capability: int):
+    ptx, shared = compiled[capability, name]
+    assert re.search(rf"\.target sm_{capability}a", ptx)
+    assert shared <= SHARED_NBYTES
+    assert "tf32" not in ptx
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("capability", [90, 120])
+def test_products_are_rounded_before_they_are_added(compiled, name: str, capability: int):
+    """As in the definitions: one fused multiply-add in a million falls on the other side of a bf16 rounding."""
+    ptx, _ = compiled[capability, name]
+    assert "fma." not in ptx
+    assert not re.search(r"\b(mul|add|sub)\.f(32|64)\b", ptx)  # without .rn the assembler may fuse
