@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.deepseek_numbers import act_rounded, bf16_rounded
+
 BLOCK = tl.constexpr(32)  # columns that share a scale, and rows of an FP8 weight's block
-E4M3_MAX = tl.constexpr(448.0)
-AMAX_FLOOR = tl.constexpr(1e-4)
 
 
 @triton.jit
@@ -37,38 +37,11 @@ def e4m3(byte, has_cvt: tl.constexpr):
 
 
 @triton.jit
-def to_bf16(x):
-    """The nearest bf16 number, ties to even, as fp32: x finite."""
-    bits = x.to(tl.int32, bitcast=True)
-    odd = (bits >> 16) & 1
-    return ((bits + 0x7FFF + odd) & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def narrowed(x, dtype: tl.constexpr):
     """fp32 x in another dtype, rounded to nearest also where the interpreter would cut bf16 off."""
     if dtype == tl.bfloat16:
-        x = to_bf16(x)
+        x = bf16_rounded(x)
     return x.to(dtype)
-
-
-@triton.jit
-def act_rounded(x, amax):
-    """What a block's quantisation to E4M3 makes of x: fp32.  amax: largest magnitude of the block, broadcast to x.
-
-    The scale is the least power of two that is at least amax / 448, taken from the bits.
-    """
-    bits = (tl.maximum(amax, AMAX_FLOOR) * (1.0 / E4M3_MAX)).to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
-    scale = (exponent << 23).to(tl.float32, bitcast=True)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    value = tl.minimum(tl.maximum(x * inverse, -E4M3_MAX), E4M3_MAX)
-    # E4M3 keeps 3 bits behind the leading one, and nothing finer than 2^-9: round by adding and taking away
-    magnitude = tl.abs(value).to(tl.int32, bitcast=True)
-    power = tl.maximum((magnitude >> 23) - 127, -6)
-    step = ((power - 3 + 127) << 23).to(tl.float32, bitcast=True)
-    big = step * 12582912.0  # 1.5 * 2^23: the sum's last bit is one step
-    return ((value + big) - big) * scale
 
 
 @triton.jit
@@ -130,13 +103,12 @@ def _fp8_swiglu_kernel(
 @triton.jit
 def swiglu_rounded(g, u, weight, limit):
     """silu(g) * u * weight for a block of 32, clamped before, rounded to bf16 and quantised after: [32] fp32."""
-    g = tl.minimum(to_bf16(g), limit)
-    u = tl.minimum(tl.maximum(to_bf16(u), -limit), limit)
+    g = tl.minimum(bf16_rounded(g), limit)
+    u = tl.minimum(tl.maximum(bf16_rounded(u), -limit), limit)
     e = tl.exp(-tl.abs(g))  # of the side that cannot overflow
     silu = tl.div_rn(tl.where(g >= 0, g, g * e), 1.0 + e)
-    h = to_bf16(silu * u * weight)
-    amax = tl.max(tl.abs(h), axis=0)
-    return act_rounded(h, amax + tl.zeros_like(h))
+    h = bf16_rounded(silu * u * weight)
+    return tl.reshape(act_rounded(tl.reshape(h, [1, 32])), [32])
 
 
 @triton.jit
@@ -145,8 +117,7 @@ def _act_round_kernel(x, out, num_blocks, tile_blocks: tl.constexpr):
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = (block < num_blocks)[:, None] & (at >= 0)
     x32 = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    amax = tl.max(tl.abs(x32), axis=1)[:, None] + tl.zeros_like(x32)
-    tl.store(out + at, act_rounded(x32, amax).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + at, act_rounded(x32).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
