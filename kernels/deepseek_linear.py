@@ -7,6 +7,7 @@ products are summed first, then the blocks one after the other: the order is par
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import triton
@@ -150,10 +151,21 @@ STEADY_ROWS, STEADY_BLOCK = 2, 1024
 ACT_TILE = 16
 
 
+def tile(x: Tensor, on_gpu: int, limit: int) -> int:
+    """Return how many rows a program takes: the interpreter pays for each program, whatever it does."""
+    return min(on_gpu if x.is_cuda else 128, triton.next_power_of_2(limit))
+
+
+def tile_blocks(columns: int) -> int:
+    """Return how many blocks of a row are in flight."""
+    return min(TILE_BLOCKS, triton.next_power_of_2(columns // 32))
+
+
 def act_round(x: Tensor, out: Tensor) -> None:
     """Fill out with what `act_rounded` makes of x: both bf16, contiguous, rows of a multiple of 32."""
     num_blocks = x.numel() // 32
-    _act_round_kernel[(triton.cdiv(num_blocks, ACT_TILE),)](x, out, num_blocks, tile_blocks=ACT_TILE)
+    blocks = tile(x, ACT_TILE, num_blocks)
+    _act_round_kernel[(triton.cdiv(num_blocks, blocks),)](x, out, num_blocks, tile_blocks=blocks)
 
 
 def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, groups: int = 1) -> None:
@@ -163,10 +175,10 @@ def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, groups: in
     and so on.  out: bf16 or fp32.
     """
     num_rows, columns = weight.shape
-    rows = min(ROWS, num_rows // groups)
+    rows = math.gcd(tile(x, ROWS, num_rows), num_rows // groups) if groups > 1 else tile(x, ROWS, num_rows)
     _fp8_kernel[(triton.cdiv(num_rows, rows),)](
         x, weight.view(torch.uint8), scale.view(torch.uint8), out, num_rows, num_rows // groups, columns=columns,
-        has_cvt=has_cvt(x.device), block_rows=rows, tile_blocks=TILE_BLOCKS, num_warps=WARPS,
+        has_cvt=has_cvt(x.device), block_rows=rows, tile_blocks=tile_blocks(columns), num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -180,7 +192,7 @@ def fp8_swiglu(
     num_rows, columns = gate[0].shape
     planes = [part.view(torch.uint8) for part in (*gate, *up)]
     _fp8_swiglu_kernel[(triton.cdiv(num_rows, 32),)](
-        x, *planes, out, num_rows, limit, columns=columns, has_cvt=has_cvt(x.device), tile_blocks=TILE_BLOCKS,
+        x, *planes, out, num_rows, limit, columns=columns, has_cvt=has_cvt(x.device), tile_blocks=tile_blocks(columns),
         num_warps=8,
     )  # fmt: skip
 
@@ -193,7 +205,8 @@ def steady_linear(
     ratio: [K] fp32, multiplies x before.  weight may lie in pinned memory.  out: fp32 or bf16.
     """
     num_rows, columns = weight.shape
-    _steady_kernel[(triton.cdiv(num_rows, STEADY_ROWS),)](
+    rows = tile(x, STEADY_ROWS, num_rows)
+    _steady_kernel[(triton.cdiv(num_rows, rows),)](
         x, x if ratio is None else ratio, weight, out, num_rows, columns=columns, has_ratio=ratio is not None,
-        is_double=is_double, block_rows=STEADY_ROWS, block=min(STEADY_BLOCK, triton.next_power_of_2(columns)),
+        is_double=is_double, block_rows=rows, block=min(STEADY_BLOCK, triton.next_power_of_2(columns)),
     )  # fmt: skip

@@ -6,13 +6,16 @@ two calls is less than fp32. Definition: `reference_deepseek.block_product` of t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.deepseek_linear import e4m3, e8m0, has_cvt, narrowed
+from kernels.deepseek_linear import act_round, e4m3, e8m0, has_cvt, narrowed, swiglu_rounded
 from kernels.nvfp4_expert import _e2m1
+from kernels.reference_deepseek import Packed
 
 BLOCK = tl.constexpr(32)
 TILE_ROWS = 64
@@ -77,6 +80,63 @@ def _fp4_kernel(
         total += sums * e8m0(step)[None, :]
     at = token[:, None].to(tl.int64) * num_rows + rows[None, :]
     tl.store(out + at, narrowed(total, tl.bfloat16), mask=is_token[:, None] & is_row[None, :])
+
+
+@triton.jit
+def _swiglu_kernel(gate, up, weights, out, limit, has_weights: tl.constexpr, blocks: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = token * (blocks * BLOCK) + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    g, u = tl.load(gate + at).to(tl.float32), tl.load(up + at).to(tl.float32)
+    weight = tl.load(weights + token) if has_weights else 1.0
+    tl.store(out + at, swiglu_rounded(g, u, weight, limit).to(tl.bfloat16))
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """A weight in FP8 blocks: values [N, K] float8_e4m3fn, scale [N / 32, K / 32] E8M0."""
+
+    values: Tensor
+    scale: Tensor
+
+    def product(self, x: Tensor, groups: int = 1) -> Tensor:
+        """x: [T, groups * K], bf16 numbers in any dtype.  Returns `fp8_product`."""
+        return fp8_product(x.to(torch.bfloat16), self.values, self.scale, groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4Weight:
+    """A weight in FP4: codes [N, K / 2] uint8, scale [N, K / 32] E8M0 bytes."""
+
+    codes: Tensor
+    scale: Tensor
+
+    def product(self, x: Tensor) -> Tensor:
+        """x: [T, K], bf16 numbers in any dtype.  Returns `fp4_product`."""
+        return fp4_product(x.to(torch.bfloat16), self.codes, self.scale)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Return what `act_rounded` makes of x [T, K] bf16, as bf16."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    act_round(x.contiguous(), out)
+    return out
+
+
+def swiglu_expert(
+    x: Tensor, gate: Packed, up: Packed, down: Packed, limit: float, weights: Tensor | None = None
+) -> Tensor:
+    """Return one expert's output for some tokens: bf16 [T, H].
+
+    x: [T, H] bf16, already quantised (`rounded`).  weights: [T] fp32, of the route.
+    """
+    g, u = gate.product(x), up.product(x)
+    inner = torch.empty_like(g)
+    tokens, width = g.shape
+    _swiglu_kernel[(tokens, width // 32)](
+        g, u, g if weights is None else weights, inner, limit, has_weights=weights is not None, blocks=width // 32,
+        num_warps=1,
+    )  # fmt: skip
+    return down.product(inner)
 
 
 def fp8_product(x: Tensor, weight: Tensor, scale: Tensor, groups: int = 1) -> Tensor:

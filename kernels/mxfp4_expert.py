@@ -12,12 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.deepseek_linear import e8m0, in_order, narrowed, swiglu_rounded
+from kernels.deepseek_linear import e8m0, in_order, narrowed, swiglu_rounded, tile, tile_blocks
 from kernels.nvfp4_expert import _e2m1_pair, _has_cvt
 
 BLOCK = tl.constexpr(32)
 DOWN_ROWS = 16
-TILE_BLOCKS = 8
 GATE_WARPS, DOWN_WARPS = 8, 4
 
 
@@ -115,9 +114,12 @@ def mxfp4_experts(
         "hidden": hidden,
         "intermediate": intermediate,
         "has_cvt": _has_cvt(x.device) if has_cvt is None else has_cvt,
-        "tile_blocks": TILE_BLOCKS,
     }
     grid = (experts, triton.cdiv(intermediate, 32))
-    _gate_up_kernel[grid](table, x, weights, inner, limit, **sizes, num_warps=GATE_WARPS)
-    grid = (experts, triton.cdiv(hidden, DOWN_ROWS))
-    _down_kernel[grid](table, inner, out, **sizes, block_rows=DOWN_ROWS, num_warps=DOWN_WARPS)
+    _gate_up_kernel[grid](
+        table, x, weights, inner, limit, **sizes, tile_blocks=tile_blocks(hidden), num_warps=GATE_WARPS
+    )
+    rows = tile(x, DOWN_ROWS, hidden)
+    _down_kernel[(experts, triton.cdiv(hidden, rows))](
+        table, inner, out, **sizes, block_rows=rows, tile_blocks=tile_blocks(intermediate), num_warps=DOWN_WARPS
+    )

@@ -6,6 +6,8 @@ quantised values is exact in fp32, so only the order of fp32 sums is free.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -70,9 +72,24 @@ def fp4_rounded(x: Tensor, is_kv: bool = False) -> Tensor:
     return rounded.flatten(-2).to(x.dtype)
 
 
-def quantized_linear(x: Tensor, weight: Tensor) -> Tensor:
+class Packed(Protocol):
+    """A weight that is kept as it is stored."""
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return `block_product` of quantised activations x [T, K] with the dequantised weight: bf16 [T, N]."""
+        ...
+
+
+def quantized_linear(x: Tensor, weight: Tensor | Packed) -> Tensor:
     """Return x W^T with quantised activations: x [T, K] bf16, weight [N, K] fp32 as dequantised.  bf16 [T, N]."""
-    return block_product(act_rounded(x), weight).to(torch.bfloat16)
+    return product(act_rounded(x), weight)
+
+
+def product(x: Tensor, weight: Tensor | Packed) -> Tensor:
+    """Return `block_product`, rounded: x [T, K] as quantised, weight [N, K] fp32 as dequantised.  bf16 [T, N]."""
+    if isinstance(weight, Tensor):
+        return block_product(x, weight).to(torch.bfloat16)
+    return weight.product(x)
 
 
 def block_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -251,15 +268,16 @@ def route(logits: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tenso
 
 
 def swiglu_expert(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, limit: float, weight: Tensor | None = None
-) -> Tensor:
+    x: Tensor, gate: Tensor | Packed, up: Tensor | Packed, down: Tensor | Packed, limit: float,
+    weight: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return one expert's output: x [T, d] bf16, matrices fp32 as dequantised, weight [T, 1] fp32.  bf16 [T, d].
 
     The routing weight multiplies before the last product; gates are clamped from above only.
     """
     rounded = act_rounded(x)
-    g = block_product(rounded, gate).to(torch.bfloat16).float().clamp(max=limit)
-    u = block_product(rounded, up).to(torch.bfloat16).float().clamp(-limit, limit)
+    g = product(rounded, gate).float().clamp(max=limit)
+    u = product(rounded, up).float().clamp(-limit, limit)
     h = F.silu(g) * u
     if weight is not None:
         h = h * weight

@@ -127,7 +127,9 @@ def _plan_vram(config: RunConfig, sizes: ModelSizes, device: torch.device) -> Vr
     limit = vram_limit(config.hw.vram_gib, total, free, config.hw.vram_reserve_gib)
     copies, tokens = config.prefetch.copy, config.model.prefill_tokens
     tokens = min(tokens, config.model.context_tokens)
-    plan = plan_vram(sizes, limit, tokens, passing_slots(copies), config.cache.vram_gib)
+    plan = plan_vram(
+        sizes, limit, tokens, passing_slots(copies, sizes.record_nbytes), config.cache.vram_gib
+    )
     if config.hw.vram_gib is not None:
         torch.cuda.set_per_process_memory_fraction(limit / total)
     return plan
@@ -327,7 +329,7 @@ class Engine:
     def close(self) -> None:
         """End the reader threads and close the files."""
         self.model.experts.close()
-        self.model.rows.close()
+        self.model.close()
         if self.vram_plan is not None:
             torch.cuda.set_per_process_memory_fraction(1.0)
         if self._cpus is not None:

@@ -20,14 +20,20 @@ from runtime.experts.cache import ExpertCache
 from runtime.experts.copies import Copier
 from runtime.experts.streamer import ExpertSource, Wave, one_by_one
 
-BATCH_EXPERTS = 8  # of a prompt, copied and computed together
+BATCH_EXPERTS = 8  # of a prompt, copied and computed together, at most
+BATCH_NBYTES = 64 * 2**20  # two batches of them are in VRAM at once
 KEY_STRIDE = 1 << 20  # more than a layer has experts
 ROUTES_KEPT = 2  # tokens' routes that the LRU tier holds of each layer it serves
 
 
-def passing_slots(early_copies: int) -> int:
+def batch_slots(record_nbytes: int) -> int:
+    """Return how many experts of a prompt are copied and computed together: fewer of large ones, at least two."""
+    return max(2, min(BATCH_EXPERTS, BATCH_NBYTES // record_nbytes))
+
+
+def passing_slots(early_copies: int, record_nbytes: int = 1) -> int:
     """Return how many slots copies on their way need: two layers' guesses, or two batches of a prompt."""
-    return max(2 * early_copies, 2 * BATCH_EXPERTS)
+    return max(2 * early_copies, 2 * batch_slots(record_nbytes))
 
 
 class SlotExperts:
@@ -41,20 +47,21 @@ class SlotExperts:
         top_k: int,
         early_copies: int = 0,
     ) -> None:
-        """copier.slots: at least `passing_slots(early_copies)`; what is beyond is the LRU tier.
+        """copier.slots: at least `passing_slots(early_copies, record_nbytes)`; what is beyond is the LRU tier.
 
         early_copies: guesses for the next layer copied ahead when they are in RAM.
         """
         self.source, self.counters = source, source.counters
         self._copier, self._early_copies = copier, early_copies
         self._num_layers = num_layers
-        self._num_passing = passing_slots(early_copies)
+        self._nbytes = source.record_nbytes
+        self._batch_slots = batch_slots(self._nbytes)
+        self._num_passing = passing_slots(early_copies, self._nbytes)
         self.kept_slots = len(copier.slots) - self._num_passing
         if self.kept_slots < 0:
             raise ValueError(f"{len(copier.slots)} slots, at least {self._num_passing} are needed")
         self.kept_layers = min(num_layers, self.kept_slots // (ROUTES_KEPT * top_k))
         self._slots = list(copier.slots.unbind(0))
-        self._nbytes = source.record_nbytes
         self._make_books()
 
     def _make_books(self) -> None:
@@ -178,7 +185,7 @@ class SlotExperts:
     @property
     def batch_experts(self) -> int:
         """Experts that `batches` yields at once."""
-        return min(BATCH_EXPERTS, self.source.max_hold)
+        return min(self._batch_slots, self.source.max_hold)
 
     def batches(self, layer: int, ids: Sequence[int]) -> Iterator[Wave]:
         """Yield each of `ids` once, in the order given, as lists of experts in slots.
@@ -206,7 +213,7 @@ class SlotExperts:
             for place, expert in enumerate(ids[start : start + size]):
                 found, record = next(records)
                 assert found == expert
-                slot = half * BATCH_EXPERTS + place
+                slot = half * self._batch_slots + place
                 self._copier.copy(slot, record)
                 wave.append((expert, self._slots[slot]))
             self.counters.copied_nbytes += len(wave) * self._nbytes

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,11 @@ from torch import Tensor
 from conf.schema import RunConfig
 from kernels import reference_deepseek as ops
 from kernels.formats import MX_GROUP, fp8_blocks_dequantize, mxfp4_dequantize
+from runtime import hardware
 from runtime.budget import ModelSizes
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoint import Checkpoint, torch_dtype
 from runtime.errors import UserError
+from runtime.experts.arena import HostArena
 from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
 from runtime.experts.streamer import ExpertSource
@@ -41,10 +43,12 @@ from runtime.models.deepseek_weights import expert_layout as find_experts
 
 if TYPE_CHECKING:
     from runtime.engine import EngineFiles
+    from runtime.experts.slots import SlotExperts
+    from runtime.models.deepseek_decode import Decoder
     from runtime.models.deepseek_drafts import DraftedModel
 
-Matrices = tuple[Tensor, Tensor, Tensor]
-# record of an expert -> its matrices gate, up, down, dequantised
+Matrices = tuple[ops.Packed | Tensor, ops.Packed | Tensor, ops.Packed | Tensor]
+# record of an expert -> its matrices gate, up, down: dequantised on a CPU, as they are on a GPU
 OpenExpert = Callable[[ExpertKey, Tensor], Matrices]
 # (Engram layer, its row ids, token-major) -> rows, bf16 [T, rows per token * row width]
 EngramRows = Callable[[int, Sequence[int]], Tensor]
@@ -52,9 +56,17 @@ EngramRows = Callable[[int, Sequence[int]], Tensor]
 RowIds = Callable[[Sequence[int], Sequence[int]], Sequence[Sequence[int]]]
 
 
-def fp8_matrix(weights: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return a weight kept as FP8 blocks, dequantised: [N, K] fp32."""
-    return fp8_blocks_dequantize(weights[f"{name}.weight"], weights[f"{name}.scale"])
+CHUNK_TOKENS = 128  # of a prompt, through everything but the experts at once, on a GPU
+
+
+def fp8_matrix(weights: Mapping[str, Tensor], name: str) -> Any:
+    """Return a weight [N, K] kept as FP8 blocks: dequantised to fp32 on a CPU, as it is on a GPU."""
+    values, scale = weights[f"{name}.weight"], weights[f"{name}.scale"]
+    if values.is_cuda:
+        from kernels.deepseek_prompt import Fp8Weight
+
+        return Fp8Weight(values, scale)
+    return fp8_blocks_dequantize(values, scale)
 
 
 class HyperConnection:
@@ -123,7 +135,7 @@ class Compressor:
             return
         cache, eps = state.compressed[self.layer], self.spec.eps
         first = start // self.ratio
-        places = torch.arange(first, first + len(latent)) * self.ratio
+        places = torch.arange(first, first + len(latent), device=u.device) * self.ratio
         c, s = cos[places], sin[places]
         keys = ops.rms_norm(F.linear(latent, self.wk), self.k_norm, eps)
         cache.keys = appended(cache.keys, first, ops.fp4_rounded(ops.rotate(keys, c, s)))
@@ -147,6 +159,9 @@ class Compressor:
         return ops.rms_norm(mixed.to(torch.bfloat16), self.norm, eps)
 
 
+SCORES_AT_ONCE = 2**23  # of one token, head and entry each
+
+
 class Indexer:
     """Chooses which compressed entries the layers that follow it may see."""
 
@@ -164,9 +179,10 @@ class Indexer:
         spec, source = self.spec, self.spec.kv_source_of(self.layer)
         assert source is not None
         cache, tokens = state.compressed[source], len(u)
-        visible = (torch.arange(start, start + tokens) + 1) // self.ratio
-        scores = self.scores(u, qr, cache.keys[: cache.length], cos, sin)
-        places = torch.arange(cache.length)
+        visible = (torch.arange(start, start + tokens, device=u.device) + 1) // self.ratio
+        length = (start + tokens) // self.ratio  # the cache may hold those of later tokens, too
+        scores = self.scores(u, qr, cache.keys[:length], cos, sin)
+        places = torch.arange(length, device=u.device)
         scores = scores.masked_fill(places >= visible.unsqueeze(1), float("-inf"))
         if self.layer == spec.candidate_source:
             choice.candidates = ops.candidate_mask(
@@ -174,7 +190,7 @@ class Indexer:
             )
         elif choice.candidates is not None:
             scores = scores.masked_fill(~choice.candidates, float("-inf"))
-        best = ops.best_places(scores, min(spec.index_topk, cache.length))
+        best = ops.best_places(scores, min(spec.index_topk, length))
         best = best.sort(dim=1).values
         choice.slots = best.masked_fill(best >= visible.unsqueeze(1), -1)
         choice.scores = scores
@@ -185,7 +201,9 @@ class Indexer:
         q = ops.quantized_linear(qr, self.wq_b).view(len(u), spec.index_heads, spec.index_dim)
         q = ops.fp4_rounded(ops.rotate(q, cos, sin))
         weights = F.linear(u, self.weights_proj) * (spec.index_dim**-0.5 * spec.index_heads**-0.5)
-        return ops.index_scores(q, keys, weights)
+        rows = max(1, SCORES_AT_ONCE // (spec.index_heads * max(1, len(keys))))
+        parts = zip(q.split(rows), weights.split(rows), strict=True)
+        return torch.cat([ops.index_scores(part, keys, w) for part, w in parts])
 
 
 class Choice:
@@ -206,9 +224,9 @@ class Attention:
         self.wq_a, self.wq_b, self.wkv, self.wo_b = (
             fp8_matrix(weights, f"{name}.{part}") for part in ("wq_a", "wq_b", "wkv", "wo_b")
         )
-        # expanded from FP8 exactly: a product with a power of two
-        self.wo_a = fp8_matrix(weights, f"{name}.wo_a").to(torch.bfloat16)
-        self.wo_a = self.wo_a.view(spec.o_groups, spec.o_rank, -1)
+        self.wo_a = fp8_matrix(weights, f"{name}.wo_a")
+        if isinstance(self.wo_a, Tensor):  # expanded from FP8 exactly: a product with a power of two
+            self.wo_a = self.wo_a.to(torch.bfloat16).view(spec.o_groups, spec.o_rank, -1)
         self.q_norm, self.kv_norm = (
             weights[f"{name}.q_norm.weight"],
             weights[f"{name}.kv_norm.weight"],
@@ -237,8 +255,12 @@ class Attention:
             self.indexer.choose(u, qr, start, choice, state, c, s)
         entries, slots = self._visible(kv, start, choice, state)
         o = ops.sparse_attention(q, entries, self.sink, slots, spec.head_dim**-0.5)
-        o = ops.rotate(o, c, s, inverse=True).reshape(tokens, spec.o_groups, -1)
-        lowrank = torch.einsum("tgk,grk->tgr", o, self.wo_a).flatten(1)
+        o = ops.rotate(o, c, s, inverse=True)
+        if isinstance(self.wo_a, Tensor):
+            groups = o.reshape(tokens, spec.o_groups, -1)
+            lowrank = torch.einsum("tgk,grk->tgr", groups, self.wo_a).flatten(1)
+        else:
+            lowrank = self.wo_a.product(o.flatten(1), spec.o_groups)
         return ops.quantized_linear(lowrank, self.wo_b)
 
     def _visible(
@@ -249,8 +271,8 @@ class Attention:
         old = state.window(self.layer, start)
         entries = torch.cat([old, kv])
         state.remember(self.layer, start, kv)
-        ends = torch.arange(tokens) + len(old)  # a token's own place in `entries`
-        reach = torch.arange(-min(spec.window, len(entries)) + 1, 1)
+        ends = torch.arange(tokens, device=kv.device) + len(old)  # a token's own place in `entries`
+        reach = torch.arange(-min(spec.window, len(entries)) + 1, 1, device=kv.device)
         slots = ends.unsqueeze(1) + reach
         slots = slots.masked_fill(slots < 0, -1)
         source = spec.kv_source_of(self.layer)
@@ -258,9 +280,8 @@ class Attention:
             return entries, slots
         cache = state.compressed[source]
         chosen = choice.slots + torch.where(choice.slots < 0, 0, len(entries))
-        return torch.cat([entries, cache.entries[: cache.length]]), torch.cat(
-            [slots, chosen], dim=1
-        )
+        length = (start + tokens) // spec.compress_ratios[self.layer]
+        return torch.cat([entries, cache.entries[:length]]), torch.cat([slots, chosen], dim=1)
 
 
 class Moe:
@@ -269,10 +290,9 @@ class Moe:
     def __init__(self, weights: Mapping[str, Tensor], layer: int, spec: DeepseekSpec) -> None:
         name = f"layers.{layer}.ffn"
         self.spec, self.layer = spec, layer
-        self.router, self.bias = (
-            weights[f"{name}.gate.weight"].float(),
-            weights[f"{name}.gate.bias"],
-        )
+        self.router, self.bias = weights[f"{name}.gate.weight"], weights[f"{name}.gate.bias"]
+        if not self.router.is_cuda:
+            self.router = self.router.float()
         self.shared = tuple(
             fp8_matrix(weights, f"{name}.shared_experts.{w}") for w in ("w1", "w3", "w2")
         )
@@ -295,6 +315,8 @@ class Moe:
 
     def __call__(self, u: Tensor, experts: ExpertSource, open_expert: OpenExpert) -> Tensor:
         """u: [T, d].  Returns [T, d]."""
+        if u.is_cuda:
+            return self._on_gpu(u, cast("SlotExperts", experts), open_expert)
         ids, weights = self.route(u)
         out = torch.zeros(u.shape, dtype=torch.float32)
         for expert, y, tokens in self._outputs(u, ids, weights, experts, open_expert):
@@ -302,6 +324,30 @@ class Moe:
             out[tokens] += y.float()
         gate, up, down = self.shared
         out += ops.swiglu_expert(u, gate, up, down, self.spec.swiglu_limit).float()
+        return out.to(torch.bfloat16)
+
+    def _on_gpu(self, u: Tensor, experts: SlotExperts, open_expert: OpenExpert) -> Tensor:
+        """Run the experts of a prompt in batches, each on the tokens that chose it."""
+        from kernels.deepseek_prompt import rounded, swiglu_expert
+
+        ids, weights = self.route(u)
+        x, limit = rounded(u), self.spec.swiglu_limit
+        # for each expert, by ascending id, its tokens: one trip to the host
+        order = ids.flatten().argsort(stable=True)
+        tokens, weights = order // ids.shape[1], weights.flatten()[order]
+        touched, counts = (part.tolist() for part in ids.unique(return_counts=True))
+        pairs = zip(tokens.split(counts), weights.split(counts), strict=True)
+        out = torch.zeros(u.shape, dtype=torch.float32, device=u.device)
+        for wave in experts.batches(self.layer, touched):
+            for expert, record in wave:
+                at, share = next(pairs)
+                matrices = cast("tuple[ops.Packed, ...]", open_expert(ExpertKey(self.layer, expert), record))
+                gate, up, down = matrices
+                y = swiglu_expert(x[at], gate, up, down, limit, share)
+                out.index_add_(0, at, y.float())
+        gate, up, down = self.shared
+        for part, total in zip(x.split(CHUNK_TOKENS), out.split(CHUNK_TOKENS), strict=True):
+            total += swiglu_expert(part, gate, up, down, limit).float()
         return out.to(torch.bfloat16)
 
     def route(self, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -368,21 +414,27 @@ class DeepseekModel:
         """
         self.spec, self.experts, self.open_expert = spec, experts, open_expert
         self.rows: EngramReader | None = None  # set where rows come from the drive
-        self.device_wait_ns = 0
+        self.pinned: HostArena | None = None  # the head's memory, with a GPU
+        self.decoder: Decoder | None = None  # on a GPU: decodes instead of the layers' own path
+        self.chunk_tokens: int | None = None  # of a prompt, through everything but the experts; None: all
         self.engram_rows, self.row_ids, self.max_positions = engram_rows, row_ids, max_positions
         self.embedding = weights["embed.weight"]
-        self.head, self.norm = weights["head.weight"].float(), weights["norm.weight"]
+        self.head, self.norm = weights["head.weight"], weights["norm.weight"]
+        self.device = self.norm.device  # embedding and head stay in RAM
+        if self.device.type == "cpu":
+            self.head = self.head.float()
+        else:
+            self.chunk_tokens = CHUNK_TOKENS
         self.blocks = [Block(weights, layer, spec) for layer in range(spec.num_layers)]
-        if num_guesses:
+        self.num_guesses = num_guesses
+        if num_guesses and self.device.type == "cpu":
             for block, after in itertools.pairwise(self.blocks):
                 block.moe.expect(after.moe, block.ffn_norm, after.ffn_norm, num_guesses)
         shape = spec.expert_shape
-        resident_nbytes = sum(weight.nbytes for weight in weights.values())
-        self.dense_nbytes = (
-            resident_nbytes
-            + spec.num_layers * spec.top_k * shape.payload_nbytes
-            - self.embedding.nbytes
-        )
+        resident_nbytes = sum(weight.nbytes for weight in weights.values() if weight.device == self.device)
+        self.dense_nbytes = resident_nbytes
+        if self.device.type == "cpu":  # a GPU gets experts and head over PCIe
+            self.dense_nbytes += spec.num_layers * spec.top_k * shape.payload_nbytes - self.embedding.nbytes
         positions = torch.arange(max_positions).float().unsqueeze(1)
         angles = [
             positions * ops.rotation_rates(spec.rope_dim, base, yarn)
@@ -392,11 +444,23 @@ class DeepseekModel:
             )
         ]
         # per layer with compressed entries or without: another base
-        self.tables = [(angle.cos(), angle.sin()) for angle in angles]
+        self.tables = [(angle.cos().to(self.device), angle.sin().to(self.device)) for angle in angles]
+
+    @property
+    def device_wait_ns(self) -> int:
+        """Nanoseconds that the host has waited for the GPU's routes so far."""
+        return self.decoder.wait_ns if self.decoder is not None else 0
 
     def new_state(self) -> DeepseekState:
         """Return the state of an empty conversation."""
-        return DeepseekState(self.spec)
+        return DeepseekState(self.spec, self.device)
+
+    def close(self) -> None:
+        """Close the tables' files, and give pinned memory back."""
+        if self.rows is not None:
+            self.rows.close()
+        if self.pinned is not None:
+            self.pinned.close()
 
     def prefill(
         self,
@@ -413,6 +477,8 @@ class DeepseekModel:
 
     def decode(self, token: int, state: DeepseekState) -> Tensor:
         """Take in one token: fp32 logits [1, vocab]."""
+        if self.decoder is not None:
+            return self.decoder.step(token, state).clone()  # the next step overwrites its buffer
         return self._forward([token], state, all_logits=False, after_layer=lambda: None)
 
     @torch.inference_mode()
@@ -424,31 +490,51 @@ class DeepseekModel:
         after_layer: Callable[[], None],
     ) -> Tensor:
         spec, start = self.spec, state.position
+        if self.decoder is not None:
+            self.decoder.bind(state)
         ids = self.row_ids(tokens, state.context)
         if self.rows is not None:
             self.rows.request(ids)
         ids_of = dict(zip(spec.engram_layers, ids, strict=True))
-        streams = self.embedding[torch.tensor(tokens)].unsqueeze(1).repeat(1, spec.streams, 1)
-        pre = torch.zeros(len(tokens), spec.streams)
+        entry = self.embedding[torch.tensor(tokens)].to(self.device)
+        streams = entry.unsqueeze(1).repeat(1, spec.streams, 1)
+        pre = torch.zeros(len(tokens), spec.streams, device=self.device)
         pre[:, 0] = 1.0
-        choice = Choice()
+        size = self.chunk_tokens or len(tokens)
+        parts = [slice(at, at + size) for at in range(0, len(tokens), size)]
+        choices = [Choice() for _ in parts]
         for block in self.blocks:
             if block.engram is not None:
                 rows = self.engram_rows(block.layer, ids_of[block.layer])
-                streams = block.engram(streams, rows)
-            streams, pre = self.run_block(block, streams, pre, start, choice, state)
+                for part in parts:
+                    streams[part] = block.engram(streams[part], rows[part].to(self.device))
+            if len(parts) == 1:
+                streams, pre = self.run_block(block, streams, pre, start, choices[0], state)
+            else:
+                pre = self._run_parts(block, streams, pre, start, parts, choices, state)
             after_layer()
         state.context = [*state.context, *tokens][-3:]
         state.position += len(tokens)
         if not all_logits:
             streams, pre = streams[-1:], pre[-1:]
-        x = ops.rms_norm(ops.hyper_read(streams, pre), self.norm, spec.eps)
-        return F.linear(x.float(), self.head)
+        x = ops.rms_norm(ops.hyper_read(streams, pre), self.norm, spec.eps).float()
+        if self.device.type == "cpu":
+            return F.linear(x, self.head)
+        # in RAM: it passes through the GPU in pieces
+        return torch.cat([F.linear(x, rows.to(self.device).float()) for rows in self.head.split(HEAD_ROWS)], dim=1)
 
     def run_block(
         self, block: Block, streams: Tensor, pre: Tensor, start: int, choice: Choice, state: DeepseekState
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run one layer: streams [T, S, d] after Engram, pre [T, S] of the sublayer before.  Returns both, after it."""
+        streams, u, last_pre, post, comb = self._attend(block, streams, pre, start, choice, state)
+        y = block.moe(u, self.experts, self.open_expert)
+        return ops.hyper_write(y, streams, post, comb), last_pre
+
+    def _attend(
+        self, block: Block, streams: Tensor, pre: Tensor, start: int, choice: Choice, state: DeepseekState
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """Run a layer up to its experts: (streams, their input u [T, d], and pre, post, comb of the second half)."""
         eps = self.spec.eps
         is_compressed = self.spec.compress_ratios[block.layer] > 0
         cos, sin = self.tables[int(is_compressed)]
@@ -458,8 +544,26 @@ class DeepseekModel:
         streams = ops.hyper_write(y, streams, post, comb)
         last_pre, post, comb = block.hc_ffn.mixes(streams)
         u = ops.rms_norm(ops.hyper_read(streams, next_pre), block.ffn_norm, eps)
+        return streams, u, last_pre, post, comb
+
+    def _run_parts(
+        self, block: Block, streams: Tensor, pre: Tensor, start: int, parts: Sequence[slice],
+        choices: Sequence[Choice], state: DeepseekState,
+    ) -> Tensor:  # fmt: skip
+        """As `run_block`, in parts but for the experts: writes streams in place, returns pre."""
+        u = streams.new_empty(len(streams), self.spec.hidden)
+        later = []
+        for part, choice in zip(parts, choices, strict=True):
+            done = self._attend(block, streams[part], pre[part], start + part.start, choice, state)
+            streams[part], u[part] = done[:2]
+            later.append(done[2:])
         y = block.moe(u, self.experts, self.open_expert)
-        return ops.hyper_write(y, streams, post, comb), last_pre
+        for part, (_, post, comb) in zip(parts, later, strict=True):
+            streams[part] = ops.hyper_write(y[part], streams[part], post, comb)
+        return torch.cat([last_pre for last_pre, _, _ in later])
+
+
+HEAD_ROWS = 8192  # of the head in VRAM at once, when a prompt's logits are computed
 
 
 def expert_matrices(codes: Sequence[Tensor], scales: Sequence[Tensor]) -> Matrices:
@@ -481,8 +585,8 @@ def read_spec(snapshot: Path) -> DeepseekSpec:
 
 def check_support(spec: DeepseekSpec, config: RunConfig, device: torch.device) -> None:
     """Refuse what this engine cannot do for the model."""
-    if device.type != "cpu":
-        raise UserError("the deepseek family runs on the CPU only so far", "add hw=cpu")
+    if device.type != "cpu" and config.drafts.enabled:
+        raise UserError("drafts are decoded on the CPU only so far", "leave out drafts.enabled")
     check_context(config.model.context_tokens, spec.max_positions)
     if config.drafts.enabled:
         from runtime.models.deepseek_drafts import check_drafts
@@ -502,26 +606,58 @@ def model_sizes(
     config: RunConfig,
     dtype: torch.dtype,
 ) -> ModelSizes:
-    """Return what the memory plan needs to know: weights are widened to fp32 for a CPU, experts one at a time."""
+    """Return what the memory plan needs to know: weights are widened to fp32 for a CPU, experts one at a time.
+
+    A GPU has them as they are stored.
+    """
     del dtype  # the arithmetic has its own
     drafts = 0
     if config.drafts.enabled:
         from runtime.models.deepseek_drafts import drafts_nbytes
 
         drafts = drafts_nbytes(Checkpoint.open(files.snapshot), spec, config.drafts)
-    nbytes = {name: 4 * math.prod(shape) for name, (_, shape) in resident_shapes(spec).items()}
+    has_gpu = hardware.resolve_device(config.hw.device).type == "cuda"
+    nbytes = {
+        name: math.prod(shape) * (torch_dtype(dtype).itemsize if has_gpu else 4)
+        for name, (dtype, shape) in resident_shapes(spec).items()
+    }
     tokens = config.model.context_tokens
     entries = sum(tokens // spec.compress_ratios[layer] for layer in spec.kv_sources)
     state = 2 * spec.num_layers * spec.window * spec.head_dim
     state += 2 * entries * (spec.head_dim + spec.index_dim)
+    embedding = nbytes.pop("embed.weight") // (1 if has_gpu else 2)
+    if has_gpu:  # the head is read in place
+        embedding += nbytes.pop("head.weight")
     return ModelSizes(
-        residents_nbytes=sum(nbytes.values()) - nbytes["embed.weight"] + drafts,
-        embedding_nbytes=nbytes["embed.weight"] // 2,
+        residents_nbytes=sum(nbytes.values()) + drafts,
+        embedding_nbytes=embedding,
         state_nbytes=state,
+        scratch=_scratch(spec, tokens),
         record_nbytes=layout.record_nbytes,
         num_layers=spec.num_layers,
         num_experts=spec.num_experts,
         top_k=spec.top_k,
+    )
+
+
+WORKSPACE_NBYTES = 160 * 2**20  # of libraries and captured graphs, and what the allocator cannot hand out again
+
+
+def _scratch(spec: DeepseekSpec, context: int) -> tuple[tuple[int, int], ...]:
+    """Return what computing on a GPU holds beside weights and state, as `ModelSizes.scratch` wants it.
+
+    One line for a chunk in attention, with its index scores, and one for the experts' sums of all tokens.
+    """
+    d, streams = spec.hidden, spec.streams
+    always = WORKSPACE_NBYTES + 16 * context * spec.rope_dim
+    every = 2 * streams * d + 2 * d + 4 * (2 * streams + streams**2) + 12 * spec.index_topk
+    mixing = CHUNK_TOKENS * 8 * (streams + 1) * streams * d
+    heads = CHUNK_TOKENS * spec.heads * spec.head_dim
+    attention = 18 * heads + CHUNK_TOKENS * 64 * 6 * spec.head_dim + 14 * SCORES_AT_ONCE
+    attention += CHUNK_TOKENS * 30 * context
+    return (
+        (always + max(mixing, attention), every),
+        (always + 2 * HEAD_ROWS * 3 * d, every + 4 * d + 8 * d + 4 * spec.intermediate),
     )
 
 
@@ -535,9 +671,14 @@ def open_model(
     dtype: torch.dtype,
 ) -> DeepseekModel | DraftedModel:
     """Load the residents from the released shards and open the Engram tables."""
-    del device, dtype
+    del dtype
     checkpoint = Checkpoint.open(files.snapshot)
-    weights = {name: checkpoint.load(name) for name in resident_shapes(spec)}
+    weights = {
+        name: checkpoint.load(name).to("cpu" if name in IN_RAM else device) for name in resident_shapes(spec)
+    }
+    arena = None
+    if device.type == "cuda":
+        weights["head.weight"], arena = _in_pinned_memory(weights["head.weight"])
     hashes = EngramHash(spec, build_token_map(files.snapshot / "tokenizer.json"))
     tables = read_engram_tables(checkpoint, spec)
     rows = EngramReader(spec.engram_layers, tables, config.hw.drive, config.cache.table_rows)
@@ -545,7 +686,9 @@ def open_model(
     def engram_rows(layer: int, ids: Sequence[int]) -> Tensor:
         return rows.collect(layer, len(ids) // spec.engram_columns)
 
-    guesses = spec.top_k if config.prefetch.experts else 0
+    prefetch = config.prefetch
+    has_guesses = prefetch.experts or (prefetch.copy and device.type == "cuda")
+    guesses = max(spec.top_k, prefetch.copy) if has_guesses else 0
     tokens = config.model.context_tokens
     open_expert = partial(open_record, layout)
     parts = (spec, weights, experts, open_expert, engram_rows, hashes.row_ids, tokens, guesses)
@@ -556,12 +699,27 @@ def open_model(
         tapped.rows = rows
         return with_drafts(tapped, checkpoint, config, lambda drafts: partial(open_record, drafts))
     model = DeepseekModel(*parts)
-    model.rows = rows
+    model.rows, model.pinned = rows, arena
+    if device.type == "cuda":
+        from runtime.models.deepseek_decode import Decoder
+
+        model.decoder = Decoder(model, layout, config.hw.graphs)
     return model
 
 
+def _in_pinned_memory(weight: Tensor) -> tuple[Tensor, HostArena]:
+    """Return a copy that the GPU can read in place, and the memory that it lies in."""
+    arena = HostArena(1, weight.nbytes)
+    arena.pin()
+    copy = arena.records[0][: weight.nbytes].view(weight.dtype).view(weight.shape)
+    return copy.copy_(weight), arena
+
+
+IN_RAM = ("embed.weight", "head.weight")  # also with a GPU
+
+
 def open_record(layout: ShardLayout, key: ExpertKey, record: Tensor) -> Matrices:
-    """Cut a record of released shards into its tensors and dequantise them."""
+    """Cut a record of released shards into its tensors; dequantise them on a CPU."""
     weights_at, scales_at = layout.payload_offsets(key)
     codes, scales = [], []
     for height, width in layout.shape.matrices().values():
@@ -569,4 +727,9 @@ def open_record(layout: ShardLayout, key: ExpertKey, record: Tensor) -> Matrices
         codes.append(record[weights_at : weights_at + code_nbytes].view(height, -1))
         scales.append(record[scales_at : scales_at + scale_nbytes].view(height, -1))
         weights_at, scales_at = weights_at + code_nbytes, scales_at + scale_nbytes
+    if record.is_cuda:
+        from kernels.deepseek_prompt import Fp4Weight
+
+        gate, down, up = (Fp4Weight(c, s) for c, s in zip(codes, scales, strict=True))
+        return gate, up, down
     return expert_matrices(codes, scales)

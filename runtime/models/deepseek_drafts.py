@@ -389,6 +389,10 @@ class DraftedModel:
         """Bytes that a pass without drafts reads at least."""
         return self.model.dense_nbytes
 
+    def close(self) -> None:
+        """Close what the text model has open."""
+        self.model.close()
+
     def new_state(self) -> DraftedState:
         """Return the state of an empty conversation."""
         return DraftedState(self.model.new_state(), self.drafts.new_state())

@@ -23,26 +23,27 @@ class Compressed:
 class DeepseekState:
     """One conversation. Cannot be rolled back: windows overwrite."""
 
-    def __init__(self, spec: DeepseekSpec) -> None:
+    def __init__(self, spec: DeepseekSpec, device: torch.device | None = None) -> None:
+        """device: of everything but position and context; None is the CPU."""
         self.spec = spec
         self.position = 0
         self.context: list[int] = []  # up to three tokens before, oldest first
         bf16 = torch.bfloat16
         # position p lies in row p mod window
         self.windows = {
-            layer: torch.zeros(spec.window, spec.head_dim, dtype=bf16)
+            layer: torch.zeros(spec.window, spec.head_dim, dtype=bf16, device=device)
             for layer in range(spec.num_layers)
         }
         self.compressed = {
             layer: Compressed(
-                torch.zeros(0, spec.head_dim, dtype=bf16),
-                torch.zeros(0, spec.index_dim, dtype=bf16),
+                torch.zeros(0, spec.head_dim, dtype=bf16, device=device),
+                torch.zeros(0, spec.index_dim, dtype=bf16, device=device),
             )
             for layer in spec.kv_sources
         }
         # fp32 [0 or 1, 2, head_dim]: values and gates of a token whose partner has not come
         self.tails = {
-            layer: torch.zeros(0, 2, spec.head_dim)
+            layer: torch.zeros(0, 2, spec.head_dim, device=device)
             for layer in spec.kv_sources
             if spec.compress_ratios[layer] == 2
         }
@@ -50,7 +51,8 @@ class DeepseekState:
     def window(self, layer: int, start: int) -> Tensor:
         """Return the entries of the positions before `start` that a token there may see, oldest first: [n, D]."""
         size = self.spec.window
-        places = torch.arange(max(0, start - size + 1), start) % size
+        device = self.windows[layer].device
+        places = torch.arange(max(0, start - size + 1), start, device=device) % size
         return self.windows[layer][places]
 
     def remember(self, layer: int, start: int, kv: Tensor) -> None:
@@ -58,7 +60,8 @@ class DeepseekState:
         size = self.spec.window
         kept = kv[-size:]
         first = start + len(kv) - len(kept)
-        self.windows[layer][torch.arange(first, first + len(kept)) % size] = kept
+        places = torch.arange(first, first + len(kept), device=kv.device) % size
+        self.windows[layer][places] = kept
 
     def tensors(self) -> dict[str, Tensor]:
         """Return a copy of everything that decides the next tokens, as flat tensors."""

@@ -558,6 +558,10 @@ class QwenModel:
             self.spec, self.head.dtype, self.device, is_borrowed=self.decoder is not None
         )
 
+    def close(self) -> None:
+        """Close the n-gram table's files."""
+        self.rows.close()
+
     def prefill(
         self,
         tokens: Sequence[int],

@@ -1,0 +1,143 @@
+"""The decoder of fixed shapes against the layers' own path, with the weights as they are stored; kernels interpreted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kernels.deepseek_prompt import Fp4Weight, Fp8Weight
+from runtime.experts.layout import ExpertKey
+from runtime.models import deepseek
+from runtime.models.deepseek_decode import Decoder
+from tests.parity import deepseek_golden as golden
+
+pytestmark = pytest.mark.slow  # an interpreted step takes seconds
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CODES = 3  # matrices, whose codes lie before their scales
+
+
+class MemoryWaves(golden.MemoryExperts):
+    """Records in waves of random sizes and order, each record off by eight bytes."""
+
+    def __init__(self, weights, seed):
+        super().__init__(weights, seed)
+        self.random = random.Random(seed)
+        self.guesses = []
+
+    def record(self, key):
+        record = super().record(key)
+        return torch.cat([torch.zeros(8, dtype=torch.uint8), record])
+
+    def waves(self, layer, ids, guesses=()):
+        order = list(ids)
+        self.random.shuffle(order)
+        self.guesses.append(list(guesses))
+        yield []
+        while order:
+            size = self.random.randint(1, len(order))
+            yield [(expert, self.kept(ExpertKey(layer, expert))) for expert in order[:size]]
+            order = order[size:]
+
+    def kept(self, key):
+        record = self.record(key)
+        self.alive = [*getattr(self, "alive", [])[-8:], record]
+        return record
+
+
+class Offsets:
+    """Where the payload lies in such a record."""
+
+    def __init__(self, spec):
+        self.codes_nbytes = CODES * spec.hidden * spec.intermediate // 2
+
+    def payload_offsets(self, key):
+        return 8, 8 + self.codes_nbytes
+
+
+def packed_model(monkeypatch, num_guesses=0):
+    """The golden model with its FP8 weights as they are stored, and a decoder."""
+
+    def stored(weights, name):
+        return Fp8Weight(weights[f"{name}.weight"], weights[f"{name}.scale"])
+
+    monkeypatch.setattr(deepseek, "fp8_matrix", stored)
+    model = golden.make_model()
+    model.num_guesses = num_guesses
+    cut = model.open_expert
+    model.open_expert = lambda key, record: cut(key, record[8:])
+    model.decoder = Decoder(model, Offsets(model.spec), has_graphs=False)
+    model.experts = MemoryWaves(golden.weights_of(golden.GOLDEN / "checkpoint"), seed=1)
+    return model
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="interpreted on a CPU; tests/gpu runs the compiled kernels")
+@pytest.mark.parametrize(("prompt", "steps"), [("p1", 3), ("p40", 2)])
+def test_decoder_is_the_layers_own_path(monkeypatch, prompt: str, steps: int):
+    plain = golden.make_model()
+    tokens = golden.fed_tokens(prompt)
+    length = len(tokens) - 23
+    state = plain.new_state()
+    plain.prefill(tokens[:length], state)
+    start = state.tensors()
+    wanted = torch.cat([plain.decode(token, state) for token in tokens[length : length + steps]])
+
+    model = packed_model(monkeypatch, num_guesses=4)
+    other = model.new_state()
+    other.restore(start)
+    found = torch.cat([model.decode(token, other) for token in tokens[length : length + steps]])
+    assert torch.equal(found.argmax(1), wanted.argmax(1))
+    errors = (found - wanted).pow(2).mean(1).sqrt() / wanted.std(1)
+    assert float(errors.median()) < golden.MEDIAN_BOUND
+    for name, value in state.tensors().items():
+        close = (other.tensors()[name].float() - value.float()).abs() <= 0.02 * value.float().abs().max()
+        assert close.float().mean() > 0.98, name
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="interpreted on a CPU; tests/gpu runs the compiled kernels")
+def test_two_conversations_take_turns(monkeypatch):
+    model = packed_model(monkeypatch)
+    tokens = golden.fed_tokens("p7")
+    alone = model.new_state()
+    wanted = torch.cat([model.decode(token, alone) for token in tokens[:2]])
+    one, two = model.new_state(), model.new_state()
+    found = []
+    for token in tokens[:2]:
+        found.append(model.decode(token, one))
+        if not two.position:
+            model.decode(tokens[6], two)
+    assert torch.equal(torch.cat(found), wanted)
+    for name, value in alone.tensors().items():
+        assert torch.equal(one.tensors()[name], value), name
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="interpreted on a CPU; tests/gpu runs the compiled kernels")
+def test_prompts_and_steps_alternate(monkeypatch):
+    """A prompt's tail token, whose partner a step brings, and the other way round."""
+    plain, tokens = golden.make_model(), golden.fed_tokens("p40")
+    sizes = [3, 1, 2, 1]
+    wanted = golden.in_pieces(plain, tokens[:7], sizes)
+    model = packed_model(monkeypatch)
+    state, found, at = model.new_state(), [], 0
+    for size in sizes:
+        piece = tokens[at : at + size]
+        at += size
+        found.append(model.decode(piece[0], state) if size == 1 else model.prefill(piece, state, all_logits=True))
+    errors = (torch.cat(found) - wanted).pow(2).mean(1).sqrt() / wanted.std(1)
+    assert float(errors.median()) < golden.MEDIAN_BOUND
+    assert torch.equal(torch.cat(found).argmax(1), wanted.argmax(1))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the layers' own path on a CPU")
+@pytest.mark.parametrize("chunk", [1, 7, 32])
+def test_chunks_of_a_prompt_never_show(chunk: int):
+    model, tokens = golden.make_model(), golden.fed_tokens("p100")[:110]
+    whole, cut = model.new_state(), model.new_state()
+    wanted = model.prefill(tokens, whole, all_logits=True)
+    model.chunk_tokens = chunk
+    found = model.prefill(tokens, cut, all_logits=True)
+    errors = (found - wanted).pow(2).mean(1).sqrt() / wanted.std(1)
+    assert float(errors.median()) == 0  # bf16 products of another number of rows may round one result otherwise
+    assert float(errors.mean()) < 1e-3
+    assert cut.position == whole.position
