@@ -90,10 +90,8 @@ class SyntheticConfig:
         None  # per layer; null: as many as disk_gib allows, at most the released number
     )
     layers: int | None = None  # null: as released
-    disk_gib: float = 60.0  # for all that the set-up makes of it: checkpoint, pack and residents
-    ngram_rows: int = (
-        2**20
-    )  # of each n-gram table, about; the released ones have 320 and 384 million
+    disk_gib: float = 60.0  # for all that the set-up makes of it: checkpoint, pack, residents
+    ngram_rows: int = 2**20  # of each n-gram table, about; released: 320 million, 2 x 384 million
     skew: float = (
         0.5  # of the routing: standard deviation of the log of the router's row norms; 0 is even
     )

@@ -122,7 +122,7 @@ def choose_layers(released: DeepseekSpec, wanted: int | None) -> list[int]:
 
 
 def _cut_layers(config: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
-    """Return a release's config.json for some of its layers, without drafts, for the bundled tokenizer."""
+    """Return a release's config.json for some of its layers, without vision and drafts, for the bundled tokenizer."""
     text, tokens = config["text_config"], json.loads((TOKENIZER / "config.json").read_text())
     number = {layer: i for i, layer in enumerate(kept)}
     tables = zip(text["engram_layer_ids"], text["engram_num_embeddings"], strict=True)
@@ -139,7 +139,7 @@ def _cut_layers(config: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any
     for key in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
         cut[key] = [number[layer] for layer in text[key] if layer in number]
     return {
-        **config,
+        **{key: value for key, value in config.items() if key != "vision_config"},
         **{key: tokens[key] for key in TOKEN_IDS},
         "text_config": cut,
         "synthetic": {"released_layers": list(kept)},

@@ -234,6 +234,12 @@ def test_the_bytes_are_pinned(made):
     assert found == PINNED
 
 
+def test_the_keys_are_pinned(made):
+    """A checkpoint made by an earlier version is found again."""
+    assert made.key("synthetic") == "9c75ae5aabfb"
+    assert made.find("synthetic").record["digest"] == "b79b77561215adc7072e68955a411910"
+
+
 PINNED = {
     "model-00001-of-00006.safetensors": "533b3f3f3d002bbd954ce01befe90b43",
     "model-00002-of-00006.safetensors": "44c561d08d39f86843201bc0c3bf567c",
