@@ -109,7 +109,8 @@ class ModelConfig:
     path: str | None = None  # folder of the snapshot, for source=local and source=bundled
     repo: str | None = None  # hub id
     revision: str = "???"  # 40 hex digits on the hub; any text for a local folder
-    files: list[str] = field(default_factory=lambda: ["*"])  # patterns of the files wanted
+    # patterns of the files wanted; one with a slash is of a folder inside the snapshot
+    files: list[str] = field(default_factory=lambda: ["*"])
     setup: list[str] = field(
         default_factory=list
     )  # stages that make what an engine opens, in order

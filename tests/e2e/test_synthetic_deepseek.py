@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 import struct
 from collections import Counter
 from pathlib import Path
@@ -368,6 +369,30 @@ def test_an_engine_decodes_finite_logits_with_a_spread(made):
     assert (logits.std(dim=1) < 3).all()
     assert (logits[1:] - logits[:-1]).abs().amax(dim=1).min() > 0.1, "not the same for every token"
     assert len(set(logits.argmax(1).tolist())) > 1
+
+
+def test_a_snapshot_in_the_released_shape_is_used_in_place(made, root, tmp_path):
+    """With the folders that a snapshot has: what prompts are made from is watched, the rest of them is not."""
+    snapshot = shutil.copytree(root, tmp_path / "snapshot")
+    for name in ("encoding/encoding.py", "encoding/tests/test_input_1.json", "inference/model.py"):
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).write_text("pass\n")
+    before = {path: path.stat().st_mtime_ns for path in snapshot.rglob("*")}
+    overrides = ("model=deepseek", "model.source=local", f"model.path={snapshot}", "hw=cpu")
+    runner = make_runner(tmp_path / "outputs", *overrides, "model.context_tokens=256")
+    runner.run(SETUP)
+    watched = {str(Path(n).relative_to(snapshot)) for n in runner.find("download").record["files"]}
+    expected = {n for n in files(made) if n.endswith((".json", ".jinja", ".safetensors"))}
+    assert watched - {"record.json"} == expected | {"encoding/encoding.py", "inference/model.py"}
+    logits = []
+    for each in (runner, made):
+        engine = open_engine(each)
+        logits.append(engine.model.prefill([5, 6, 7], engine.new_state()))
+        engine.close()
+    assert torch.equal(*logits)
+    assert {path: path.stat().st_mtime_ns for path in snapshot.rglob("*")} == before
+    (snapshot / "encoding" / "encoding.py").write_text("other\n")
+    assert runner.decide("download").action == "run"
 
 
 def shares(runner: Runner, monkeypatch) -> list[float]:
