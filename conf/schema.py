@@ -26,7 +26,6 @@ NOT_FOR_FAMILY = {
         "repack": "its experts are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",
         "spot_check": "it compares a pack, and this family has none",
-        "synthetic": "it writes the other family's checkpoints so far",
     }
 }
 
@@ -90,8 +89,8 @@ class SyntheticConfig:
         None  # per layer; null: as many as disk_gib allows, at most the released number
     )
     layers: int | None = None  # null: as released
-    disk_gib: float = 60.0  # for all that the set-up makes of it: checkpoint, pack and residents
-    ngram_rows: int = 2**20  # of the n-gram table, about; the released one has 320 million
+    disk_gib: float = 60.0  # for all that the set-up makes of it: checkpoint, pack, residents
+    ngram_rows: int = 2**20  # of each n-gram table, about; released: 320 million, 2 x 384 million
     skew: float = (
         0.5  # of the routing: standard deviation of the log of the router's row norms; 0 is even
     )
@@ -109,7 +108,8 @@ class ModelConfig:
     path: str | None = None  # folder of the snapshot, for source=local and source=bundled
     repo: str | None = None  # hub id
     revision: str = "???"  # 40 hex digits on the hub; any text for a local folder
-    files: list[str] = field(default_factory=lambda: ["*"])  # patterns of the files wanted
+    # patterns of the files wanted; one with a slash is of a folder inside the snapshot
+    files: list[str] = field(default_factory=lambda: ["*"])
     setup: list[str] = field(
         default_factory=list
     )  # stages that make what an engine opens, in order

@@ -6,6 +6,7 @@ A snapshot folder is used where it is and never changed; its files are hashed on
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -54,17 +55,17 @@ def run(ctx: StageContext) -> None:
             f"{root / 'config.json'} is not JSON: {error}", "fetch the snapshot again"
         ) from error
     checkpoint = Checkpoint.open(root)
-    listed = root.iterdir() if made is None else [root / name for name in made.record["files"]]
-    wanted = [path for path in sorted(listed) if path.is_file() and _is_wanted(path, ctx.cfg)]
-    wanted = sorted({*wanted, *checkpoint.files()})
-    for path in wanted:  # hashed before a stop, written to since: again
-        unit = ctx.units.get(path.name)
-        if unit is not None and unit["mtime_ns"] != path.stat().st_mtime_ns:
-            del ctx.units[path.name]
-    for name in ctx.todo([path.name for path in wanted], "files checked"):
+    made_files = None if made is None else [root / name for name in made.record["files"]]
+    wanted = {*_wanted(root, ctx.cfg.model.files, made_files), *checkpoint.files()}
+    names = sorted(str(path.relative_to(root)) for path in wanted)
+    for name in names:  # hashed before a stop, written to since: again
+        unit = ctx.units.get(name)
+        if unit is not None and unit["mtime_ns"] != (root / name).stat().st_mtime_ns:
+            del ctx.units[name]
+    for name in ctx.todo(names, "files checked"):
         found = (root / name).stat()
         ctx.done(name, blake3=file_digest(root / name), mtime_ns=found.st_mtime_ns)
-    ctx.external = {path: ctx.units[path.name]["blake3"] for path in wanted}
+    ctx.external = {root / name: ctx.units[name]["blake3"] for name in names}
     ctx.facts = {
         "snapshot": str(root),
         "revision": ctx.cfg.model.revision,
@@ -100,8 +101,12 @@ def needs(cfg: RunConfig) -> tuple[str, ...]:
     return ("synthetic",) if cfg.model.source is Source.synthetic else ()
 
 
-def _is_wanted(path: Path, cfg: RunConfig) -> bool:
-    return any(fnmatch(path.name, pattern) for pattern in cfg.model.files)
+def _wanted(root: Path, patterns: Sequence[str], made: Sequence[Path] | None) -> list[Path]:
+    """Return the files that patterns ask for: by name in `root` (of `made`, if given), with a slash in its folders."""
+    listed = root.iterdir() if made is None else made
+    found = [path for path in listed if any(fnmatch(path.name, pattern) for pattern in patterns)]
+    inside = [path for pattern in patterns if "/" in pattern for path in root.glob(pattern)]
+    return [path for path in (*found, *inside) if path.is_file()]
 
 
 STAGE = Stage(name="download", run=run, params=params, needs=needs)

@@ -68,6 +68,12 @@ def _is_prime(n: int) -> bool:
     return n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1))
 
 
+def table_primes(fewest: int, columns: int, tables: int) -> tuple[tuple[int, ...], ...]:
+    """Return the rows of each column of each table: primes from `fewest` on, each given out once."""
+    candidates = filter(_is_prime, itertools.count(fewest))
+    return tuple(tuple(itertools.islice(candidates, columns)) for _ in range(tables))
+
+
 @dataclass(frozen=True, slots=True)
 class EngramLayout:
     """The constants of the hashes, per Engram layer. A column is an n-gram length and a head, heads innermost."""
@@ -89,10 +95,7 @@ class EngramLayout:
             )
             for layer in spec.engram_layers
         )
-        candidates = filter(_is_prime, itertools.count(spec.engram_vocab_size))
-        primes = tuple(
-            tuple(itertools.islice(candidates, spec.engram_columns)) for _ in spec.engram_layers
-        )
+        primes = table_primes(spec.engram_vocab_size, spec.engram_columns, len(spec.engram_layers))
         for layer, rows, sizes in zip(spec.engram_layers, spec.engram_rows, primes, strict=True):
             if sum(sizes) != rows:
                 raise UserError(

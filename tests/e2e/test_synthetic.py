@@ -25,11 +25,12 @@ from runtime.errors import UserError
 from runtime.models import qwen_weights as weights
 from runtime.models.qwen import Moe, read_spec
 from runtime.units import GIB
-from stages import synthetic
+from stages import synthetic_qwen as synthetic
 from stages.core import Runner, StageContext
 from stages.download import snapshot_of
 from stages.files import file_digest
 from stages.opening import engine_files
+from stages.synthetic_parts import generator, make_header, normal, to_bf16
 
 SETUP = ["download", "repack", "residents"]
 PREFIX = "model.language_model."
@@ -206,9 +207,9 @@ def test_rows_of_a_matrix_are_independent(checkpoint):
 
 
 def test_bf16_is_rounded_to_the_nearest_even():
-    values = synthetic.normal(synthetic.generator(0, "x"), 10000)
+    values = normal(generator(0, "x"), 10000)
     wanted = torch.from_numpy(values).bfloat16().view(torch.int16).numpy().view(np.uint16)
-    assert (synthetic.to_bf16(values) == wanted).all()
+    assert (to_bf16(values) == wanted).all()
     assert values.std() == pytest.approx(1, abs=0.03)
     assert abs(values.mean()) < 0.03
 
@@ -231,6 +232,12 @@ def test_the_bytes_are_pinned(made):
     """Another processor or library must give these; on purpose changed bytes need a new `version` of the stage."""
     found = {name: digest for name, digest in files(made).items() if name in PINNED}
     assert found == PINNED
+
+
+def test_the_keys_are_pinned(made):
+    """A checkpoint made by an earlier version is found again."""
+    assert made.key("synthetic") == "9c75ae5aabfb"
+    assert made.find("synthetic").record["digest"] == "b79b77561215adc7072e68955a411910"
 
 
 PINNED = {
@@ -338,7 +345,7 @@ def test_as_many_experts_as_fit(tiny_qwen, tmp_path):
     used = set_up_nbytes(tmp_path)
     assert used <= budget
     these, one_more = (
-        synthetic.setup_nbytes(dataclasses.replace(plan.spec, num_experts=n), plan.table)
+        synthetic.table_setup_nbytes(dataclasses.replace(plan.spec, num_experts=n), plan.table)
         for n in (experts, experts + 1)
     )
     assert used <= these <= budget < one_more
@@ -359,7 +366,10 @@ def test_the_budget_of_the_released_shapes(tmp_path, disk_gib):
     for number in (0, 1, 48, 49):
         tensors = synthetic.shard_tensors(plan, number)
         times = 47 if number == 1 else 1
-        headers += times * (len(synthetic.make_header(tensors)) + 60 * len(tensors))
+        headers += times * (
+            len(make_header(tensors, synthetic.METADATA, synthetic.ALIGN_NBYTES))
+            + 60 * len(tensors)
+        )
         headers += times * sum(len(tensor.name) for tensor in tensors)
     residents = 2 * 9_895_397_400 - 36 * 2560 * (10240 + 6144 + 6144)  # DeltaNet in FP8 rows
     residents -= 2 * 2 * 48 * 2560 * (512 - experts)  # rows of routers
@@ -407,7 +417,7 @@ def test_a_disk_too_small_for_the_whole_set_up_is_refused_at_the_start(
 ):
     runner = small_runner(tmp_path, tiny_qwen)
     plan = synthetic.make_plan(runner.cfg)
-    needed = synthetic.setup_nbytes(plan.spec, plan.table)
+    needed = synthetic.setup_nbytes(plan)
     usage = shutil.disk_usage(tmp_path)._replace(free=needed)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
     with pytest.raises(UserError, match="the coming stages need"):

@@ -98,10 +98,3 @@ def test_greedy_answers_are_the_references(open_deepseek, snapshot):
 def test_stages_that_do_not_know_the_family_are_refused(make_config):
     with pytest.raises(ConfigError, match=r"stages=\[repack\] is not for model=tiny_deepseek"):
         make_config("tiny_deepseek", stages=["repack"])
-
-
-def test_a_gpu_is_refused_in_one_sentence(open_deepseek, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with pytest.raises(UserError, match="runs on the CPU only so far") as caught:
-        open_deepseek(**{"hw.device": "cuda", "hw.pin_threads": False})
-    assert caught.value.hint == "add hw=cpu"

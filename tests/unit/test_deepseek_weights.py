@@ -231,6 +231,10 @@ def changed(checkpoint, **tensors):
     return Checkpoint(checkpoint.root, {n: info for n, info in merged.items() if info is not None})
 
 
+def test_the_bundled_config_is_the_releases(full):
+    assert read_spec(ROOT / "runtime" / "bundled" / "deepseek-v41-flash") == full
+
+
 def nbytes_of(shapes):
     return sum(math.prod(shape) * NBYTES[dtype] for dtype, shape in shapes.values())
 
