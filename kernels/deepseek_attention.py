@@ -19,7 +19,7 @@ from kernels.reference_deepseek import SLOTS_BLOCK
 HEADS = 16  # of one program: the least that a product on tensor cores takes
 SCORE_TILE, SCORE_WARPS = 32, 4
 # a step's chain is list, rows, products: with seven stages the rows of three steps are on their way
-MIX_COLUMNS, MIX_WARPS, MIX_STAGES = 64, 4, 7
+MIX_COLUMNS, MIX_WARPS, MIX_STAGES, WINDOW_STAGES = 64, 4, 7, 3
 
 
 @triton.jit
@@ -30,12 +30,13 @@ def _rows(place, i, ring, entries, chosen, window: tl.constexpr, topk: tl.conste
     filled = tl.minimum(place + 1, window)
     is_window = i < filled
     rows = ring + (place - filled + 1 + i) % window * dim
-    if topk == 0:
-        return rows, is_window
-    picked = tl.load(chosen + (i - filled), mask=(i >= filled) & (i < filled + topk), other=-1)
-    picked = picked.to(tl.int64)
-    rows = tl.where(is_window, rows, entries + picked * dim)
-    return rows, is_window | (picked >= 0)
+    is_seen = is_window
+    if topk > 0:
+        picked = tl.load(chosen + (i - filled), mask=(i >= filled) & (i < filled + topk), other=-1)
+        picked = picked.to(tl.int64)
+        rows = tl.where(is_window, rows, entries + picked * dim)
+        is_seen = is_window | (picked >= 0)
+    return rows, is_seen
 
 
 @triton.jit
@@ -143,6 +144,6 @@ def attend_token(
     )  # fmt: skip
     columns = min(MIX_COLUMNS, block_dim)
     _mix_kernel[(groups, triton.cdiv(dim, columns))](
-        ring, entries, chosen, position, cos, sin, scores, sink, out, **shape, block_columns=columns,
-        tile=SLOTS_BLOCK, num_warps=MIX_WARPS, num_stages=MIX_STAGES, enable_fp_fusion=False,
+        ring, entries, chosen, position, cos, sin, scores, sink, out, **shape, block_columns=columns, tile=SLOTS_BLOCK,
+        num_warps=MIX_WARPS, num_stages=MIX_STAGES if topk else WINDOW_STAGES, enable_fp_fusion=False,
     )  # fmt: skip

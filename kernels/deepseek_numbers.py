@@ -49,7 +49,8 @@ def nearest_float(x, mantissa: tl.constexpr, least: tl.constexpr):
     # a number so large that the last bit of the sum is the last bit wanted
     large = power * (1.5 * 2 ** (23 - mantissa))
     rounded = (magnitude + large) - large
-    return tl.where(x.to(tl.int32, bitcast=True) < 0, -rounded, rounded)
+    sign = (x.to(tl.int32, bitcast=True) >> 31) << 31  # of a zero, too
+    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -115,8 +116,9 @@ def rotated(x, first, cos, sin, place, dim: tl.constexpr, half: tl.constexpr, in
     c = tl.load(cos + at, mask=is_turned, other=1.0)[None, :]
     s = tl.load(sin + at, mask=is_turned, other=0.0)[None, :]
     if inverse:
-        s = -s
-    is_turned = is_turned[None, :]
-    left = tl.where(is_turned, bf16_rounded(a * c - b * s), a)
-    right = tl.where(is_turned, bf16_rounded(a * s + b * c), b)
+        left, right = a * c + b * s, b * c - a * s
+    else:
+        left, right = a * c - b * s, a * s + b * c
+    left = tl.where(is_turned[None, :], bf16_rounded(left), a)
+    right = tl.where(is_turned[None, :], bf16_rounded(right), b)
     return tl.reshape(tl.join(left, right), [rows, columns])

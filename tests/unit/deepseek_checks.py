@@ -19,13 +19,15 @@ from kernels import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-EPS, HC_EPS, ITERATIONS = 1e-20, 1e-6, 20
+# the mixes' own is much larger than a model's, so that each place of it shows
+EPS, HC_EPS, ITERATIONS = 1e-20, 1e-2, 20
 NAN = float("nan")
 # fp32 behind an exponential and 20 iterations: a few roundings of 2^-24
 MIX_TOLERANCE = 2e-6
 # bf16 behind a norm: the mean of squares is summed in another order, so one result in some hundred is rounded otherwise
 NORM_SHARE = 0.01
-ATTENTION_TOLERANCE = 1e-3
+# a share on the other side of a bf16 rounding: now and then with torch's exponential, more often with a GPU's
+ATTENTION_TOLERANCE, ATTENTION_SHARE = 1e-3, 0.001 if DEVICE == "cpu" else 0.02
 SCORE_SHARE = 0.001
 # a number on the other side of an FP4 threshold is a third aside, a scale on the other side moves a block
 FP4_SHARE, FP4_TOLERANCE = 0.01, 0.05
@@ -209,7 +211,7 @@ def check_write(s: Sizes, seed: int = 20) -> None:
 
 
 def check_engram(s: Sizes) -> None:
-    """Gates that are shut, open and in between; a stream of zeros, whose gate is undecided."""
+    """Gates that are open, shut and undecided: almost, by a number under the floor, and by a zero."""
     streams, gate = (
         narrow(s.streams, s.hidden, seed=1),
         1 + 0.2 * random(s.streams, s.hidden, seed=2),
@@ -218,6 +220,7 @@ def check_engram(s: Sizes) -> None:
     keys = kv[: s.streams * s.hidden].view(s.streams, s.hidden)
     keys[0] = streams[0]
     keys[1] = -streams[1]
+    streams[2, 1:], streams[2, 0], keys[2, 0] = 0, 1.0, 2e-8
     if s.streams > 3:
         streams[3] = 0
     x, k, value = streams.float(), keys.float(), kv[s.streams * s.hidden :].float()
@@ -232,7 +235,7 @@ def check_engram(s: Sizes) -> None:
     streams, kv, gate = there(streams, kv, gate)
     out = nans(s.streams, s.hidden)
     deepseek_token.gate_engram(streams, kv, gate, out, EPS)
-    expect_near(out[:2], wanted[:2], NORM_SHARE)
+    expect_near(out[:3], wanted[:3], NORM_SHARE)
     # of a small gate, the sum's own error is larger: its terms are not
     error = (out.cpu().float() - wanted.float()).norm() / wanted.float().norm()
     assert error < 1e-3
@@ -273,10 +276,10 @@ def check_prepare(s: Sizes, position: int, is_exact: bool) -> None:
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
-def check_attention(s: Sizes, position: int, ratio: int, spread: float = 1.0) -> tuple[int, int]:
+def check_attention(s: Sizes, position: int, ratio: int, spread: float = 1.0) -> float:
     """NaN in every row that is not to be seen.  ratio: 0 for a window alone.  spread: of the scores.
 
-    Returns how many results are not the definition's to the bit, and of how many.
+    Returns the share of results that are not the definition's to the bit.
     """
     visible = (position + 1) // ratio if ratio else 0
     generator = torch.Generator().manual_seed(position)
@@ -312,7 +315,7 @@ def check_attention(s: Sizes, position: int, ratio: int, spread: float = 1.0) ->
     assert not found.isnan().any()
     error = (found.float() - wanted.float()).norm() / wanted.float().norm()
     assert error < ATTENTION_TOLERANCE
-    return int((found != wanted).sum()), found.numel()
+    return float((found != wanted).float().mean())
 
 
 # ---- indexer ---------------------------------------------------------------------------------------------------------
@@ -365,7 +368,7 @@ def check_choice(s: Sizes, position: int, ratio: int, kinds: int, is_source: boo
         wanted = reference_deepseek.index_scores(
             q.cpu().unsqueeze(0), keys[:visible], weights.cpu().unsqueeze(0)
         )
-        expect_near(scores[:visible], wanted[0], SCORE_SHARE)
+        expect_scores(scores[:visible].cpu(), wanted[0])
         assert scores[visible:].isnan().all()
     own = scores.cpu()[None, :visible]
     masked = own
@@ -387,6 +390,13 @@ def check_choice(s: Sizes, position: int, ratio: int, kinds: int, is_source: boo
     masked = other[None, :visible].masked_fill(~mask, float("-inf"))
     deepseek_index.list_best(other.to(DEVICE), at(position), chosen, ratio, marks, **blocks)
     expect_list(chosen, masked, s.topk)
+
+
+def expect_scores(found: Tensor, wanted: Tensor) -> None:
+    """Equal but for few: fp32 sums of weights of both signs may cancel, which leaves their order's error."""
+    assert (found != wanted).sum() <= 1 + SCORE_SHARE * wanted.numel()
+    atol = 2e-6 * float(wanted.float().abs().max())
+    torch.testing.assert_close(found, wanted, rtol=2**-7, atol=atol)
 
 
 def expect_list(chosen: Tensor, scores: Tensor, topk: int) -> None:
@@ -472,3 +482,116 @@ def check_compressor(s: Sizes, ratio: int, is_exact: bool, places: list[int]) ->
                 assert error < FP4_TOLERANCE
                 others, total = others + int((found != wanted).sum()), total + found.numel()
     assert others <= (0 if is_exact else total * FP4_SHARE)
+
+
+# ---- all of a layer --------------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """The kernels of one layer in their order, on inputs in place of what the products between them give.
+
+    Caches hold random rows before the position, and NaN from there on.
+    """
+
+    def __init__(self, s: Sizes, position: int, ratio: int) -> None:
+        self.s, self.ratio, self.position = s, ratio, at(position)
+        c, compressed = Connection(s, 1), Compressed(s, ratio, is_exact=False)
+        self.fn, self.scale, self.base, self.streams, self.weight, self.pre = there(
+            c.fn, c.scale, c.base, c.streams, c.weight, c.pre
+        )
+        values, gates = compressed.token(position)
+        self.values, self.gates = values.to(DEVICE), None if gates is None else gates.to(DEVICE)
+        self.norm, self.wk, self.k_norm = there(compressed.norm, compressed.wk, compressed.k_norm)
+        self.cos, self.sin = there(*compressed.tables)
+        self.kv, self.qr, self.q, self.y, self.q_weight = (
+            narrow(*shape, seed=seed).to(DEVICE)
+            for seed, shape in enumerate(
+                [(s.head_dim,), (s.q_rank,), (s.heads, s.head_dim), (s.hidden,), (s.q_rank,)], 20
+            )
+        )
+        raw = make_index(s, position, ratio, 50)
+        self.raw_q, self.raw_weights = there(*raw[:2])
+        self.sink = random(s.heads, seed=30).to(DEVICE)
+        rows, filled, number = s.capacity // ratio, min(position, s.window), position // ratio
+        self.ring = nans(s.window, s.head_dim)
+        places = torch.arange(position - filled, position, device=DEVICE) % s.window
+        self.ring[places] = narrow(filled, s.head_dim, seed=31).to(DEVICE)
+        self.entries, self.keys = compressed.entries, compressed.keys
+        self.entries[:number] = narrow(number, s.head_dim, seed=32).to(DEVICE)
+        self.keys[:number] = raw[2][:number].to(DEVICE)
+        self.tail = None if ratio == 1 else random(2, s.head_dim, seed=33).to(DEVICE)
+        fp32, fp64 = torch.float32, torch.float64
+        shape = deepseek_token.partials_shape(s.streams, s.hidden)
+        self.partials, self.next_partials = nans(*shape, dtype=fp64), nans(*shape, dtype=fp64)
+        self.u, self.q_out = nans(s.hidden), nans(s.q_rank)
+        self.mixes = [
+            nans(*shape, dtype=fp32) for shape in ((s.streams,), (s.streams,), (s.streams,) * 2)
+        ]
+        self.index_q, self.weights, self.scores = (
+            nans(s.index_heads, s.index_dim),
+            nans(s.index_heads),
+            nans(rows),
+        )
+        self.marks = torch.full((-(-rows // s.block),), 7, dtype=torch.int8, device=DEVICE)
+        self.chosen = torch.full((s.topk,), -7, dtype=torch.int32, device=DEVICE)
+        shape = deepseek_attention.scores_shape(s.heads, s.window, s.topk)
+        self.attention_scores, self.o = nans(*shape, dtype=fp32), nans(s.heads, s.head_dim)
+        self.out = nans(s.streams, s.hidden)
+
+    def run(self) -> None:
+        s, tables = self.s, (self.cos, self.sin)
+        deepseek_token.mix_streams(self.streams, self.fn, self.partials)
+        deepseek_token.read_streams(
+            self.streams, self.pre, self.weight, self.u, EPS, self.partials, self.scale, self.base, *self.mixes,
+            ITERATIONS, HC_EPS,
+        )  # fmt: skip
+        deepseek_token.prepare_token(
+            self.kv, self.qr, self.norm, self.q_weight, self.position, *tables, self.ring, self.q_out, EPS
+        )  # fmt: skip
+        deepseek_compress.extend_entries(
+            self.values, self.gates, self.tail, self.norm, self.wk, self.k_norm, self.position, *tables, self.entries,
+            self.keys, EPS,
+        )  # fmt: skip
+        deepseek_index.prepare_query(
+            self.raw_q, self.raw_weights, self.position, *tables, self.index_q, self.weights
+        )
+        deepseek_index.score_entries(
+            self.index_q, self.keys, self.weights, self.position, self.scores, self.ratio, s.topk
+        )
+        blocks = {"num_blocks": s.num_blocks, "size": s.block}
+        deepseek_index.mark_candidates(self.scores, self.position, self.marks, self.ratio, **blocks)
+        deepseek_index.list_best(
+            self.scores, self.position, self.chosen, self.ratio, self.marks, **blocks
+        )
+        deepseek_attention.attend_token(
+            self.q, self.ring, self.entries, self.chosen, self.sink, self.position, *tables, self.attention_scores,
+            self.o,
+        )  # fmt: skip
+        deepseek_token.write_streams(
+            self.y,
+            self.streams,
+            self.mixes[1],
+            self.mixes[2],
+            self.out,
+            self.fn,
+            self.next_partials,
+        )
+
+    def results(self) -> list[Tensor]:
+        """What the layer leaves behind: caches as bits, since a NaN is not equal to itself."""
+        caches = [self.ring, self.entries, self.keys, self.index_q, self.marks, self.chosen]
+        if self.tail is not None:
+            caches.append(self.tail)
+        parts = [*caches, *self.mixes, self.u, self.q_out, self.o, self.out, self.next_partials]
+        return [part.contiguous().view(torch.uint8) for part in parts]
+
+
+def check_layer(s: Sizes, position: int, ratio: int) -> list[Tensor]:
+    """Two runs give the same bits, and no NaN of an unwritten row comes through.  Returns the results."""
+    first, second = Layer(s, position, ratio), Layer(s, position, ratio)
+    for layer in (first, second):
+        layer.run()
+        assert not any(part.isnan().any() for part in (layer.u, layer.o, layer.out, *layer.mixes))
+    for a, b in zip(first.results(), second.results(), strict=True):
+        assert torch.equal(a, b)
+    return first.results()

@@ -17,8 +17,16 @@ SHAPES = pytest.mark.parametrize("s", SMALL.values(), ids=SMALL)
 @pytest.mark.parametrize("ratio", [0, 1, 2])
 def test_attention_is_the_definition(s: Sizes, ratio: int):
     """Steps of 64 begin at other places while the window fills: each position has its own."""
-    counts = [checks.check_attention(s, position, ratio) for position in checks.positions(s)]
-    assert sum(others for others, _ in counts) <= sum(total for _, total in counts) / 1000
+    others = [checks.check_attention(s, position, ratio) for position in checks.positions(s)]
+    assert sum(others) / len(others) <= checks.ATTENTION_SHARE
+
+
+@SHAPES
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_a_layer_gives_the_same_bits_twice(s: Sizes, ratio: int):
+    """All kernels of a layer in their order: what one leaves unwritten, the next must not read."""
+    for position in (0, 1, s.window - 1, s.topk * ratio + 1, s.capacity - 1):
+        checks.check_layer(s, position, ratio)
 
 
 @SHAPES
@@ -50,5 +58,5 @@ def test_attention_is_the_released_kernel(case: str):
             deepseek_attention.attend_token(
                 *there(q[b, t]), ring, entries, chosen, *there(sink), at(0), angle.cos(), angle, scores, out
             )  # fmt: skip
-            checks.expect_near(out, wanted[b, t], share=0.01)
+            checks.expect_near(out, wanted[b, t], share=0.02)
     assert checked > 1

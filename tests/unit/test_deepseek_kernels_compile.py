@@ -27,6 +27,7 @@ ATTENDING = {
     "heads": 64, "dim": 512, "half": 32, "window": 128, "topk": 512, "places": 640, "is_wide": False,
     "block_heads": deepseek_attention.HEADS,
 }  # fmt: skip
+WINDOW_ALONE = {"topk": 0, "places": 128, "entries": None, "chosen": None}
 EXTENDING = {
     "dim": 512, "key_dim": 128, "half": 32, "block_dim": 512, "block_key": 128,
 }  # fmt: skip
@@ -48,6 +49,19 @@ KERNELS = {
         },
         deepseek_token.READ_WARPS,
     ),
+    "deepseek_token._write_kernel/alone": (
+        MIXED,
+        {"has_mixes": False, "fn": None, "partials": None, **MIXING},
+        deepseek_token.MIX_WARPS,
+    ),
+    "deepseek_token._read_kernel/alone": (
+        {"pre": FP32, "norm_eps": "fp32", "eps": "fp32"},
+        {
+            "has_mixes": False, "hidden": 5120, "num_streams": 4, "iterations": 0, "programs": 1, "block_streams": 4,
+            "block_programs": 1, "block": 8192,
+        } | dict.fromkeys(("partials", "scale", "base", "next_pre", "post", "comb")),
+        deepseek_token.READ_WARPS,
+    ),
     "deepseek_token._prepare_kernel": (
         TABLES,
         {"window": 128, "dim": 512, "half": 32, "rank": 1280, "block_dim": 512, "block_rank": 2048},
@@ -66,6 +80,16 @@ KERNELS = {
     "deepseek_attention._mix_kernel": (
         TABLES | ATTENDED,
         ATTENDING | {"block_columns": deepseek_attention.MIX_COLUMNS, "tile": SLOTS_BLOCK},
+        deepseek_attention.MIX_WARPS,
+    ),
+    "deepseek_attention._score_kernel/window": (
+        TABLES | ATTENDED | {"scale": "fp32"},
+        ATTENDING | WINDOW_ALONE | {"block_dim": 512, "tile": deepseek_attention.SCORE_TILE},
+        deepseek_attention.SCORE_WARPS,
+    ),
+    "deepseek_attention._mix_kernel/window": (
+        TABLES | ATTENDED,
+        ATTENDING | WINDOW_ALONE | {"block_columns": deepseek_attention.MIX_COLUMNS, "tile": SLOTS_BLOCK},
         deepseek_attention.MIX_WARPS,
     ),
     "deepseek_index._query_kernel": (
@@ -105,7 +129,11 @@ KERNELS = {
         },
         32,
     ),
-    "deepseek_compress._extend_kernel/one": (TABLES, EXTENDING | {"ratio": 1}, deepseek_compress.WARPS),
+    "deepseek_compress._extend_kernel/one": (
+        TABLES,
+        EXTENDING | {"ratio": 1, "gates": None, "tail": None},
+        deepseek_compress.WARPS,
+    ),
     "deepseek_compress._extend_kernel/two": (
         TABLES | dict.fromkeys(("values", "gates", "tail"), FP32),
         EXTENDING | {"ratio": 2},
@@ -123,7 +151,11 @@ def compile_for(name: str, capability: int) -> tuple[str, int]:
     """PTX of one kernel at full size, and its bytes of shared memory."""
     types, constants, num_warps = KERNELS[name]
     module, _, function = name.partition("/")[0].partition(".")
-    options = {"num_warps": num_warps, "num_stages": STAGES.get(name, 3), "enable_fp_fusion": False}
+    options = {
+        "num_warps": num_warps,
+        "num_stages": STAGES.get(name, 3),
+        "enable_fp_fusion": False,
+    }
     kernel = getattr(MODULES[module], function)
     return compile_kernel(kernel, types, constants, capability, options, aligned=True)
 
