@@ -221,7 +221,9 @@ class SpotCheckConfig:
 class VerifyConfig:
     """How much `verify` computes."""
 
-    documents: int = 40  # held-out documents per language for the perplexity
+    documents: int = (
+        40  # held-out documents per language, or as many as a figure is recorded of, if fewer
+    )
     control_documents: int = 8  # of the English ones, for the runs with damage
 
 
