@@ -98,7 +98,9 @@ def _fp8_swiglu_kernel(
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     g = _block_dots(gate, gate_scale, rows, num_rows, x, columns, has_cvt, BLOCK, tile_blocks)
     u = _block_dots(up, up_scale, rows, num_rows, x, columns, has_cvt, BLOCK, tile_blocks)
-    tl.store(out + rows, swiglu_rounded(g, u, 1.0, limit).to(out.dtype.element_ty), mask=rows < num_rows)
+    tl.store(
+        out + rows, swiglu_rounded(g, u, 1.0, limit).to(out.dtype.element_ty), mask=rows < num_rows
+    )
 
 
 @triton.jit
@@ -132,7 +134,9 @@ def _steady_kernel(
     for start in range(0, columns, block):
         column = start + tl.arange(0, block)
         mask = (rows < num_rows)[:, None] & (column < columns)[None, :]
-        w = tl.load(weight + rows[:, None].to(tl.int64) * columns + column[None, :], mask=mask, other=0.0)
+        w = tl.load(
+            weight + rows[:, None].to(tl.int64) * columns + column[None, :], mask=mask, other=0.0
+        )
         value = tl.load(x + column, mask=column < columns, other=0.0).to(tl.float32)
         if has_ratio:
             value *= tl.load(ratio + column, mask=column < columns, other=0.0)
@@ -153,12 +157,14 @@ ACT_TILE = 16
 
 def tile(x: Tensor, on_gpu: int, limit: int) -> int:
     """Return how many rows a program takes: the interpreter pays for each program, whatever it does."""
-    return min(on_gpu if x.is_cuda else 128, triton.next_power_of_2(limit))
+    rows: int = min(on_gpu if x.is_cuda else 128, triton.next_power_of_2(limit))
+    return rows
 
 
 def tile_blocks(columns: int) -> int:
     """Return how many blocks of a row are in flight."""
-    return min(TILE_BLOCKS, triton.next_power_of_2(columns // 32))
+    blocks: int = min(TILE_BLOCKS, triton.next_power_of_2(columns // 32))
+    return blocks
 
 
 def act_round(x: Tensor, out: Tensor) -> None:
@@ -175,7 +181,11 @@ def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, groups: in
     and so on.  out: bf16 or fp32.
     """
     num_rows, columns = weight.shape
-    rows = math.gcd(tile(x, ROWS, num_rows), num_rows // groups) if groups > 1 else tile(x, ROWS, num_rows)
+    rows = (
+        math.gcd(tile(x, ROWS, num_rows), num_rows // groups)
+        if groups > 1
+        else tile(x, ROWS, num_rows)
+    )
     _fp8_kernel[(triton.cdiv(num_rows, rows),)](
         x, weight.view(torch.uint8), scale.view(torch.uint8), out, num_rows, num_rows // groups, columns=columns,
         has_cvt=has_cvt(x.device), block_rows=rows, tile_blocks=tile_blocks(columns), num_warps=WARPS,

@@ -45,7 +45,11 @@ def _route_kernel(
         # by ascending id: an expert's row is how many chosen ids are below its own
         below = (ids[None, :] < ids[:, None]) & is_place[None, :]
         row = tl.sum(below.to(tl.int32), axis=1)
-        tl.store(weights + row, tl.div_rn(chosen, total + 1e-20 + tl.zeros_like(chosen)) * scale, mask=is_place)
+        tl.store(
+            weights + row,
+            tl.div_rn(chosen, total + 1e-20 + tl.zeros_like(chosen)) * scale,
+            mask=is_place,
+        )
     elif num_guesses > 0:
         rank = tl.arange(0, guess_width)
         scores = _scores(tl.load(guess_logits + index, mask=is_expert, other=0.0))

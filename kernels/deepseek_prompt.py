@@ -43,7 +43,7 @@ def _fp8_kernel(
     blocks: tl.constexpr = columns // BLOCK
     x += first // group_rows * columns
     total = tl.zeros([tile_tokens, tile_rows], dtype=tl.float32)
-    for block in range(0, blocks):
+    for block in range(blocks):
         column = block * BLOCK + inside
         at = token[:, None].to(tl.int64) * x_columns + column[None, :]
         part = tl.load(x + at, mask=is_token[:, None] & (column >= 0)[None, :], other=0.0)
@@ -67,13 +67,15 @@ def _fp4_kernel(
     inside = tl.arange(0, BLOCK)
     blocks: tl.constexpr = columns // BLOCK
     total = tl.zeros([tile_tokens, tile_rows], dtype=tl.float32)
-    for block in range(0, blocks):
+    for block in range(blocks):
         column = block * BLOCK + inside
         at = token[:, None].to(tl.int64) * columns + column[None, :]
         part = tl.load(x + at, mask=is_token[:, None] & (column >= 0)[None, :], other=0.0)
         # a byte holds two columns, the first in its low half: each is read twice, from one line
         at = rows[None, :].to(tl.int64) * (columns // 2) + column[:, None] // 2
-        byte = tl.load(codes + at, mask=is_row[None, :] & (column >= 0)[:, None], other=0).to(tl.int32)
+        byte = tl.load(codes + at, mask=is_row[None, :] & (column >= 0)[:, None], other=0).to(
+            tl.int32
+        )
         code = (byte >> ((column & 1) * 4)[:, None]) & 15
         sums = _dot(part, _e2m1(code), is_wide)
         step = tl.load(scale + rows * blocks + block, mask=is_row, other=0)

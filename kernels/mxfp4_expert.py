@@ -7,7 +7,6 @@ in their order. Definition: `reference_deepseek.swiglu_expert`.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -71,7 +70,11 @@ def _gate_up_kernel(
             codes + 2 * matrix, scales + 2 * plane, rows, intermediate, x, hidden, has_cvt, BLOCK, tile_blocks
         )  # fmt: skip
         h = swiglu_rounded(g, u, tl.load(weights + expert), limit)
-        tl.store(inner + expert * intermediate + rows, h.to(inner.dtype.element_ty), mask=rows < intermediate)
+        tl.store(
+            inner + expert * intermediate + rows,
+            h.to(inner.dtype.element_ty),
+            mask=rows < intermediate,
+        )
 
 
 @triton.jit
@@ -89,7 +92,9 @@ def _down_kernel(
             codes + matrix, scales + plane, rows, hidden, inner + expert * intermediate, intermediate, has_cvt,
             block_rows, tile_blocks,
         )  # fmt: skip
-        tl.store(out + expert * hidden + rows, narrowed(y, out.dtype.element_ty), mask=rows < hidden)
+        tl.store(
+            out + expert * hidden + rows, narrowed(y, out.dtype.element_ty), mask=rows < hidden
+        )
 
 
 def mxfp4_experts(
@@ -117,9 +122,22 @@ def mxfp4_experts(
     }
     grid = (experts, triton.cdiv(intermediate, 32))
     _gate_up_kernel[grid](
-        table, x, weights, inner, limit, **sizes, tile_blocks=tile_blocks(hidden), num_warps=GATE_WARPS
+        table,
+        x,
+        weights,
+        inner,
+        limit,
+        **sizes,
+        tile_blocks=tile_blocks(hidden),
+        num_warps=GATE_WARPS,
     )
     rows = tile(x, DOWN_ROWS, hidden)
     _down_kernel[(experts, triton.cdiv(hidden, rows))](
-        table, inner, out, **sizes, block_rows=rows, tile_blocks=tile_blocks(intermediate), num_warps=DOWN_WARPS
+        table,
+        inner,
+        out,
+        **sizes,
+        block_rows=rows,
+        tile_blocks=tile_blocks(intermediate),
+        num_warps=DOWN_WARPS,
     )

@@ -78,6 +78,8 @@ class Model(Protocol):
     @property
     def device_wait_ns(self) -> int: ...
 
+    def close(self) -> None: ...
+
 
 class GreedyPass(Protocol):
     """Several tokens that one pass of a model has taken in."""

@@ -128,7 +128,8 @@ class ReadQueue:
     @property
     def num_ready(self) -> int:
         """How many pieces `take` would hand out now, one after the other."""
-        required, guesses = [], []
+        required: list[ReadJob] = []
+        guesses: list[ReadJob] = []
         for job in self._active:
             (required if job.is_required else guesses).append(job)
         room = self.window - len(required)

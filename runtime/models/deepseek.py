@@ -225,7 +225,9 @@ class Attention:
             fp8_matrix(weights, f"{name}.{part}") for part in ("wq_a", "wq_b", "wkv", "wo_b")
         )
         self.wo_a = fp8_matrix(weights, f"{name}.wo_a")
-        if isinstance(self.wo_a, Tensor):  # expanded from FP8 exactly: a product with a power of two
+        if isinstance(
+            self.wo_a, Tensor
+        ):  # expanded from FP8 exactly: a product with a power of two
             self.wo_a = self.wo_a.to(torch.bfloat16).view(spec.o_groups, spec.o_rank, -1)
         self.q_norm, self.kv_norm = (
             weights[f"{name}.q_norm.weight"],
@@ -341,7 +343,9 @@ class Moe:
         for wave in experts.batches(self.layer, touched):
             for expert, record in wave:
                 at, share = next(pairs)
-                matrices = cast("tuple[ops.Packed, ...]", open_expert(ExpertKey(self.layer, expert), record))
+                matrices = cast(
+                    "tuple[ops.Packed, ...]", open_expert(ExpertKey(self.layer, expert), record)
+                )
                 gate, up, down = matrices
                 y = swiglu_expert(x[at], gate, up, down, limit, share)
                 out.index_add_(0, at, y.float())
@@ -416,7 +420,9 @@ class DeepseekModel:
         self.rows: EngramReader | None = None  # set where rows come from the drive
         self.pinned: HostArena | None = None  # the head's memory, with a GPU
         self.decoder: Decoder | None = None  # on a GPU: decodes instead of the layers' own path
-        self.chunk_tokens: int | None = None  # of a prompt, through everything but the experts; None: all
+        self.chunk_tokens: int | None = (
+            None  # of a prompt, through everything but the experts; None: all
+        )
         self.engram_rows, self.row_ids, self.max_positions = engram_rows, row_ids, max_positions
         self.embedding = weights["embed.weight"]
         self.head, self.norm = weights["head.weight"], weights["norm.weight"]
@@ -431,10 +437,14 @@ class DeepseekModel:
             for block, after in itertools.pairwise(self.blocks):
                 block.moe.expect(after.moe, block.ffn_norm, after.ffn_norm, num_guesses)
         shape = spec.expert_shape
-        resident_nbytes = sum(weight.nbytes for weight in weights.values() if weight.device == self.device)
+        resident_nbytes = sum(
+            weight.nbytes for weight in weights.values() if weight.device == self.device
+        )
         self.dense_nbytes = resident_nbytes
         if self.device.type == "cpu":  # a GPU gets experts and head over PCIe
-            self.dense_nbytes += spec.num_layers * spec.top_k * shape.payload_nbytes - self.embedding.nbytes
+            self.dense_nbytes += (
+                spec.num_layers * spec.top_k * shape.payload_nbytes - self.embedding.nbytes
+            )
         positions = torch.arange(max_positions).float().unsqueeze(1)
         angles = [
             positions * ops.rotation_rates(spec.rope_dim, base, yarn)
@@ -444,7 +454,9 @@ class DeepseekModel:
             )
         ]
         # per layer with compressed entries or without: another base
-        self.tables = [(angle.cos().to(self.device), angle.sin().to(self.device)) for angle in angles]
+        self.tables = [
+            (angle.cos().to(self.device), angle.sin().to(self.device)) for angle in angles
+        ]
 
     @property
     def device_wait_ns(self) -> int:
@@ -521,7 +533,10 @@ class DeepseekModel:
         if self.device.type == "cpu":
             return F.linear(x, self.head)
         # in RAM: it passes through the GPU in pieces
-        return torch.cat([F.linear(x, rows.to(self.device).float()) for rows in self.head.split(HEAD_ROWS)], dim=1)
+        return torch.cat(
+            [F.linear(x, rows.to(self.device).float()) for rows in self.head.split(HEAD_ROWS)],
+            dim=1,
+        )
 
     def run_block(
         self, block: Block, streams: Tensor, pre: Tensor, start: int, choice: Choice, state: DeepseekState
@@ -640,7 +655,9 @@ def model_sizes(
     )
 
 
-WORKSPACE_NBYTES = 160 * 2**20  # of libraries and captured graphs, and what the allocator cannot hand out again
+WORKSPACE_NBYTES = (
+    160 * 2**20
+)  # of libraries and captured graphs, and what the allocator cannot hand out again
 
 
 def _scratch(spec: DeepseekSpec, context: int) -> tuple[tuple[int, int], ...]:
@@ -674,7 +691,8 @@ def open_model(
     del dtype
     checkpoint = Checkpoint.open(files.snapshot)
     weights = {
-        name: checkpoint.load(name).to("cpu" if name in IN_RAM else device) for name in resident_shapes(spec)
+        name: checkpoint.load(name).to("cpu" if name in IN_RAM else device)
+        for name in resident_shapes(spec)
     }
     arena = None
     if device.type == "cuda":

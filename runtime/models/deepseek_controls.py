@@ -13,9 +13,19 @@ import torch
 from torch import Tensor
 
 from kernels import reference_deepseek as ops
+from kernels.deepseek_prompt import Fp4Weight
 from runtime.experts.layout import ExpertKey
 from runtime.models.damage import damaged_experts, replaced
 from runtime.models.deepseek import DeepseekModel, HyperConnection, Matrices
+
+
+def _swapped(matrix: ops.Packed | Tensor) -> ops.Packed | Tensor:
+    """Swap the columns of each byte."""
+    if isinstance(matrix, Tensor):
+        swapped: Tensor = matrix.unflatten(1, (-1, 2)).flip(2).flatten(1)
+        return swapped
+    assert isinstance(matrix, Fp4Weight)
+    return Fp4Weight(matrix.codes << 4 | matrix.codes >> 4, matrix.scale)
 
 
 def nibbles_swapped(model: DeepseekModel) -> AbstractContextManager[None]:
@@ -23,7 +33,7 @@ def nibbles_swapped(model: DeepseekModel) -> AbstractContextManager[None]:
     good = model.open_expert
 
     def swapped(key: ExpertKey, record: Tensor) -> Matrices:
-        gate, up, down = (m.unflatten(1, (-1, 2)).flip(2).flatten(1) for m in good(key, record))
+        gate, up, down = (_swapped(matrix) for matrix in good(key, record))
         return gate, up, down
 
     return replaced((model, "open_expert", swapped))

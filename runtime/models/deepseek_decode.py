@@ -7,6 +7,7 @@ token's position decides is read from the device, so that one graph serves all t
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Hashable
@@ -29,8 +30,15 @@ class Decoder:
 
     def __init__(self, model: DeepseekModel, layout: ShardLayout, has_graphs: bool) -> None:
         """has_graphs: capture and replay (CUDA)."""
-        from kernels import deepseek_attention, deepseek_compress, deepseek_index, deepseek_linear, deepseek_moe
-        from kernels import deepseek_token, mxfp4_expert
+        from kernels import (
+            deepseek_attention,
+            deepseek_compress,
+            deepseek_index,
+            deepseek_linear,
+            deepseek_moe,
+            deepseek_token,
+            mxfp4_expert,
+        )
 
         self._token, self._compress, self._index = deepseek_token, deepseek_compress, deepseek_index
         self._attention, self._linear, self._moe = deepseek_attention, deepseek_linear, deepseek_moe
@@ -52,7 +60,9 @@ class Decoder:
         # inputs: position, the token's embedding, Engram rows, addresses of experts; output: routes and guesses
         self.host_position, self.position = pinned(1), buffer(1, dtype=torch.int64)
         self.host_entry = pinned(spec.hidden, dtype=bf16)
-        self.host_rows = {layer: pinned(spec.engram_dim, dtype=bf16) for layer in spec.engram_layers}
+        self.host_rows = {
+            layer: pinned(spec.engram_dim, dtype=bf16) for layer in spec.engram_layers
+        }
         self.tables = pinned(spec.top_k, spec.top_k, 2)  # of a layer's waves, each in its own row
         self.host_route = pinned(spec.num_layers, spec.top_k + model.num_guesses)
         self._tables_view, self._route_view = self.tables.numpy(), self.host_route.numpy()
@@ -61,7 +71,9 @@ class Decoder:
         self.streams, self.middle = buffer(streams, spec.hidden), buffer(streams, spec.hidden)
         self.pre, self.pre_after = buffer(streams, dtype=fp32), buffer(streams, dtype=fp32)
         self.post, self.comb = buffer(streams, dtype=fp32), buffer(streams, streams, dtype=fp32)
-        self.partials = buffer(*deepseek_token.partials_shape(streams, spec.hidden), dtype=torch.float64)
+        self.partials = buffer(
+            *deepseek_token.partials_shape(streams, spec.hidden), dtype=torch.float64
+        )
         self.first_pre = torch.tensor([1.0] + [0.0] * (streams - 1), device=self.device)
         self.u, self.rounded, self.y = (buffer(spec.hidden) for _ in range(3))
         # of attention
@@ -73,37 +85,53 @@ class Decoder:
         assert width == self.q.numel()
         self.scores = {
             has_entries: buffer(
-                *deepseek_attention.scores_shape(spec.heads, spec.window, spec.index_topk if has_entries else 0),
+                *deepseek_attention.scores_shape(
+                    spec.heads, spec.window, spec.index_topk if has_entries else 0
+                ),
                 dtype=fp32,
             )
             for has_entries in (False, True)
         }
-        self.values, self.gates = buffer(spec.head_dim, dtype=fp32), buffer(spec.head_dim, dtype=fp32)
+        self.values, self.gates = (
+            buffer(spec.head_dim, dtype=fp32),
+            buffer(spec.head_dim, dtype=fp32),
+        )
         self.latent = buffer(spec.head_dim)
-        self.raw_index, self.index_query = (buffer(spec.index_heads, spec.index_dim) for _ in range(2))
+        self.raw_index, self.index_query = (
+            buffer(spec.index_heads, spec.index_dim) for _ in range(2)
+        )
         self.raw_weights, self.index_weights = buffer(spec.index_heads), buffer(spec.index_heads)
         self.chosen = buffer(spec.index_topk, dtype=torch.int32)
         self.index_scores = {
-            ratio: buffer(capacity // ratio) for ratio in {spec.compress_ratios[i] for i in spec.kv_sources}
+            ratio: buffer(capacity // ratio)
+            for ratio in {spec.compress_ratios[i] for i in spec.kv_sources}
         }
         self.candidates = buffer(-(-capacity // spec.candidate_block_size), dtype=torch.int8)
         # of Engram and the experts
         self.engram_rows, self.engram_rounded = buffer(spec.engram_dim), buffer(spec.engram_dim)
         self.engram_kv = buffer((streams + 1) * spec.hidden)
-        self.router_logits, self.guess_logits = (buffer(spec.num_experts, dtype=fp32) for _ in range(2))
+        self.router_logits, self.guess_logits = (
+            buffer(spec.num_experts, dtype=fp32) for _ in range(2)
+        )
         self.weights = buffer(spec.top_k, dtype=fp32)
-        self.inner, self.rows = buffer(spec.top_k, spec.intermediate), buffer(spec.top_k, spec.hidden)
+        self.inner, self.rows = (
+            buffer(spec.top_k, spec.intermediate),
+            buffer(spec.top_k, spec.hidden),
+        )
         self.shared_inner, self.shared = buffer(spec.intermediate), buffer(spec.hidden)
         self.logits = buffer(1, spec.vocab_size, dtype=fp32)
         blocks = model.blocks
         self.ratios = [
-            after.ffn_norm.float() / block.ffn_norm.float() for block, after in zip(blocks, blocks[1:], strict=False)
+            after.ffn_norm.float() / block.ffn_norm.float()
+            for block, after in itertools.pairwise(blocks)
         ]
         # the state of one conversation
         self.static = DeepseekState(spec, self.device)
         for layer in self.static.compressed:
             rows = capacity // spec.compress_ratios[layer]
-            self.static.compressed[layer] = Compressed(buffer(rows, spec.head_dim), buffer(rows, spec.index_dim))
+            self.static.compressed[layer] = Compressed(
+                buffer(rows, spec.head_dim), buffer(rows, spec.index_dim)
+            )
         self.tails = {layer: buffer(2, spec.head_dim, dtype=fp32) for layer in self.static.tails}
         self._bound: weakref.ref[DeepseekState] | None = None
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
@@ -190,7 +218,7 @@ class Decoder:
 
     def _segment(self, layer: int) -> None:
         """From the experts of the layer before, or the token, to a layer's route."""
-        model, spec, block = self.model, self.spec, self.model.blocks[layer]
+        spec, block = self.spec, self.model.blocks[layer]
         connection = block.hc_attn
         if layer == 0:
             self.position.copy_(self.host_position, non_blocking=True)
@@ -201,12 +229,16 @@ class Decoder:
             self._moe.combine_token(self.rows, self.shared, self.y)
             has_mixes = block.engram is None
             fn = connection.fn if has_mixes else None
-            self._token.write_streams(self.y, self.middle, self.post, self.comb, self.streams, fn, self.partials)
+            self._token.write_streams(
+                self.y, self.middle, self.post, self.comb, self.streams, fn, self.partials
+            )
         if block.engram is not None:
             self.engram_rows.copy_(self.host_rows[layer], non_blocking=True)
             self._linear.act_round(self.engram_rows, self.engram_rounded)
             self._fp8(self.engram_rounded, block.engram.wkv, self.engram_kv)
-            self._token.gate_engram(self.streams, self.engram_kv, block.engram.gate, self.streams, spec.eps)
+            self._token.gate_engram(
+                self.streams, self.engram_kv, block.engram.gate, self.streams, spec.eps
+            )
         if layer == 0 or block.engram is not None:
             self._token.mix_streams(self.streams, connection.fn, self.partials)
         self._read(self.streams, self.pre, block.attn_norm, self.u, connection, self.pre_after)
@@ -219,7 +251,13 @@ class Decoder:
         self._route(block, layer)
 
     def _read(
-        self, streams: Tensor, pre: Tensor, norm: Tensor, u: Tensor, connection: HyperConnection, after: Tensor
+        self,
+        streams: Tensor,
+        pre: Tensor,
+        norm: Tensor,
+        u: Tensor,
+        connection: HyperConnection,
+        after: Tensor,
     ) -> None:
         spec = self.spec
         self._token.read_streams(
@@ -240,7 +278,16 @@ class Decoder:
         self._fp8(self.rounded, block.wkv, self.raw_kv)
         ring = self.static.windows[layer]
         self._token.prepare_token(
-            self.raw_kv, self.raw_query, block.kv_norm, block.q_norm, position, cos, sin, ring, self.query, spec.eps
+            self.raw_kv,
+            self.raw_query,
+            block.kv_norm,
+            block.q_norm,
+            position,
+            cos,
+            sin,
+            ring,
+            self.query,
+            spec.eps,
         )
         linear.act_round(self.query, self.rounded_query)
         self._fp8(self.rounded_query, block.wq_b, self.q)
@@ -274,13 +321,25 @@ class Decoder:
         assert indexer is not None
         assert source is not None
         ratio, keys = spec.compress_ratios[layer], self.static.compressed[source].keys
-        scores, size, blocks = self.index_scores[ratio], spec.candidate_block_size, spec.candidate_blocks
+        scores, size, blocks = (
+            self.index_scores[ratio],
+            spec.candidate_block_size,
+            spec.candidate_blocks,
+        )
         self._fp8(self.rounded_query, indexer.wq_b, self.raw_index)
         self._linear.steady_linear(self.u, indexer.weights_proj, self.raw_weights)
         index.prepare_query(
-            self.raw_index, self.raw_weights, position, cos, sin, self.index_query, self.index_weights
+            self.raw_index,
+            self.raw_weights,
+            position,
+            cos,
+            sin,
+            self.index_query,
+            self.index_weights,
         )
-        index.score_entries(self.index_query, keys, self.index_weights, position, scores, ratio, spec.index_topk)
+        index.score_entries(
+            self.index_query, keys, self.index_weights, position, scores, ratio, spec.index_topk
+        )
         if layer == spec.candidate_source:
             index.mark_candidates(scores, position, self.candidates, ratio, blocks, size)
             index.list_best(scores, position, self.chosen, ratio)
@@ -297,7 +356,9 @@ class Decoder:
         guess_bias, guesses = moe.bias, 0
         if self.model.num_guesses and layer + 1 < spec.num_layers:
             after = self.model.blocks[layer + 1].moe
-            linear.steady_linear(self.u, after.router, self.guess_logits, self.ratios[layer], is_double=False)
+            linear.steady_linear(
+                self.u, after.router, self.guess_logits, self.ratios[layer], is_double=False
+            )
             guess_bias, guesses = after.bias, self.model.num_guesses
         self._moe.route_token(
             self.router_logits, moe.bias, self.guess_logits, guess_bias, self.host_route[layer], self.weights,
@@ -305,13 +366,22 @@ class Decoder:
         )  # fmt: skip
         gate, up, down = moe.shared
         linear.fp8_swiglu(
-            self.rounded, (gate.values, gate.scale), (up.values, up.scale), self.shared_inner, spec.swiglu_limit
+            self.rounded,
+            (gate.values, gate.scale),
+            (up.values, up.scale),
+            self.shared_inner,
+            spec.swiglu_limit,
         )
         self._fp8(self.shared_inner, down, self.shared)
 
     def _wave(self, number: int) -> None:
         self._experts.mxfp4_experts(
-            self.rounded, self.tables[number], self.weights, self.inner, self.rows, self.spec.swiglu_limit
+            self.rounded,
+            self.tables[number],
+            self.weights,
+            self.inner,
+            self.rows,
+            self.spec.swiglu_limit,
         )
 
     def _last(self) -> None:
@@ -327,7 +397,8 @@ class Decoder:
         """Bring a conversation's state into the buffers; the conversation before gets its own copy back."""
         bound = self._bound() if self._bound is not None else None
         if bound is state and all(
-            state.windows[layer].data_ptr() == window.data_ptr() for layer, window in self.static.windows.items()
+            state.windows[layer].data_ptr() == window.data_ptr()
+            for layer, window in self.static.windows.items()
         ):
             return
         if bound is not None and bound is not state:

@@ -1,4 +1,4 @@
-"""The decoder of fixed shapes against the layers' own path, with the weights as they are stored; kernels interpreted."""
+"""The decoder of fixed shapes against the layers' own path, weights as they are stored; kernels interpreted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from kernels.deepseek_prompt import Fp4Weight, Fp8Weight
+from kernels.deepseek_prompt import Fp8Weight
 from runtime.experts.layout import ExpertKey
 from runtime.models import deepseek
 from runtime.models.deepseek_decode import Decoder
@@ -72,7 +72,9 @@ def packed_model(monkeypatch, num_guesses=0):
     return model
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="interpreted on a CPU; tests/gpu runs the compiled kernels")
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="interpreted on a CPU; tests/gpu runs the compiled kernels"
+)
 @pytest.mark.parametrize(("prompt", "steps"), [("p1", 3), ("p40", 2)])
 def test_decoder_is_the_layers_own_path(monkeypatch, prompt: str, steps: int):
     plain = golden.make_model()
@@ -91,11 +93,15 @@ def test_decoder_is_the_layers_own_path(monkeypatch, prompt: str, steps: int):
     errors = (found - wanted).pow(2).mean(1).sqrt() / wanted.std(1)
     assert float(errors.median()) < golden.MEDIAN_BOUND
     for name, value in state.tensors().items():
-        close = (other.tensors()[name].float() - value.float()).abs() <= 0.02 * value.float().abs().max()
+        close = (
+            other.tensors()[name].float() - value.float()
+        ).abs() <= 0.02 * value.float().abs().max()
         assert close.float().mean() > 0.98, name
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="interpreted on a CPU; tests/gpu runs the compiled kernels")
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="interpreted on a CPU; tests/gpu runs the compiled kernels"
+)
 def test_two_conversations_take_turns(monkeypatch):
     model = packed_model(monkeypatch)
     tokens = golden.fed_tokens("p7")
@@ -112,7 +118,9 @@ def test_two_conversations_take_turns(monkeypatch):
         assert torch.equal(one.tensors()[name], value), name
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="interpreted on a CPU; tests/gpu runs the compiled kernels")
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="interpreted on a CPU; tests/gpu runs the compiled kernels"
+)
 def test_prompts_and_steps_alternate(monkeypatch):
     """A prompt's tail token, whose partner a step brings, and the other way round."""
     plain, tokens = golden.make_model(), golden.fed_tokens("p40")
@@ -123,7 +131,11 @@ def test_prompts_and_steps_alternate(monkeypatch):
     for size in sizes:
         piece = tokens[at : at + size]
         at += size
-        found.append(model.decode(piece[0], state) if size == 1 else model.prefill(piece, state, all_logits=True))
+        found.append(
+            model.decode(piece[0], state)
+            if size == 1
+            else model.prefill(piece, state, all_logits=True)
+        )
     errors = (torch.cat(found) - wanted).pow(2).mean(1).sqrt() / wanted.std(1)
     assert float(errors.median()) < golden.MEDIAN_BOUND
     assert torch.equal(torch.cat(found).argmax(1), wanted.argmax(1))
@@ -138,6 +150,8 @@ def test_chunks_of_a_prompt_never_show(chunk: int):
     model.chunk_tokens = chunk
     found = model.prefill(tokens, cut, all_logits=True)
     errors = (found - wanted).pow(2).mean(1).sqrt() / wanted.std(1)
-    assert float(errors.median()) == 0  # bf16 products of another number of rows may round one result otherwise
+    assert (
+        float(errors.median()) == 0
+    )  # bf16 products of another number of rows may round one result otherwise
     assert float(errors.mean()) < 1e-3
     assert cut.position == whole.position

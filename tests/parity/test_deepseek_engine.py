@@ -9,7 +9,6 @@ import torch
 
 from conf.schema import ConfigError
 from runtime.engine import Engine, EngineFiles
-from runtime.errors import UserError
 from runtime.sampling import SamplingParams
 from runtime.session import Session
 from runtime.units import GIB

@@ -1,4 +1,4 @@
-"""DeepSeek's products, experts and routes of one token in Triton, against their definitions: interpreted, or on a GPU."""
+"""DeepSeek's products, experts and routes of one token in Triton against their definitions; interpreted or on a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def random_fp8(generator: torch.Generator, rows: int, columns: int) -> tuple[Ten
 def random_x(generator: torch.Generator, *shape: int) -> Tensor:
     """Activations of very different sizes, some blocks of zeros."""
     x = torch.randn(*shape, generator=generator)
-    x *= torch.exp2(torch.randint(-12, 12, (*shape[:-1], shape[-1] // 32), generator=generator)).repeat_interleave(32, -1)
+    x *= torch.exp2(
+        torch.randint(-12, 12, (*shape[:-1], shape[-1] // 32), generator=generator)
+    ).repeat_interleave(32, -1)
     x[..., :32] = 0
     return x.to(BF16)
 
@@ -36,7 +38,9 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 def test_activations_are_rounded_to_the_last_bit():
     generator = torch.Generator().manual_seed(0)
     x = random_x(generator, 1000, 96)
-    edges = torch.tensor([448.0 * 2.0**n for n in range(-20, 12)])  # where the scale takes its next step
+    edges = torch.tensor(
+        [448.0 * 2.0**n for n in range(-20, 12)]
+    )  # where the scale takes its next step
     for row, edge in enumerate(edges):
         x[row] = torch.linspace(-1, 1, 96) * edge
     x[40, :4] = torch.tensor([464.0, 465.0, -464.0, 3.0])  # ties of the largest step
@@ -45,7 +49,9 @@ def test_activations_are_rounded_to_the_last_bit():
     assert torch.equal(out.float().cpu(), ops.act_rounded(x))
 
 
-@pytest.mark.parametrize(("rows", "columns", "groups"), [(32, 32, 1), (96, 1312, 1), (64, 96, 2), (128, 288, 4)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "groups"), [(32, 32, 1), (96, 1312, 1), (64, 96, 2), (128, 288, 4)]
+)
 def test_fp8_product_is_summed_by_blocks_in_their_order(rows: int, columns: int, groups: int):
     generator = torch.Generator().manual_seed(rows)
     weight, scale = random_fp8(generator, rows, columns)
@@ -54,7 +60,10 @@ def test_fp8_product_is_summed_by_blocks_in_their_order(rows: int, columns: int,
     deepseek_linear.fp8_linear(x.to(DEVICE), weight.to(DEVICE), scale.to(DEVICE), out, groups)
     full = fp8_blocks_dequantize(weight, scale.view(torch.float8_e8m0fnu))
     wanted = torch.cat(
-        [ops.block_product(part, w)[0] for part, w in zip(x.float().chunk(groups, 1), full.chunk(groups), strict=True)]
+        [
+            ops.block_product(part, w)[0]
+            for part, w in zip(x.float().chunk(groups, 1), full.chunk(groups), strict=True)
+        ]
     )
     assert torch.equal(out.cpu(), wanted)
     rounded = empty(rows)
@@ -67,7 +76,8 @@ def test_shared_expert_is_the_definition(hidden: int, intermediate: int):
     generator = torch.Generator().manual_seed(hidden)
     x = random_x(generator, 1, hidden)
     gate, up, down = (
-        random_fp8(generator, *shape) for shape in ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
+        random_fp8(generator, *shape)
+        for shape in ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
     )
     full = [fp8_blocks_dequantize(w, s.view(torch.float8_e8m0fnu)) for w, s in (gate, up, down)]
     wanted = ops.swiglu_expert(x, *full, 10.0)[0].float()
@@ -76,7 +86,9 @@ def test_shared_expert_is_the_definition(hidden: int, intermediate: int):
     to = [(w.to(DEVICE), s.to(DEVICE)) for w, s in (gate, up, down)]
     deepseek_linear.fp8_swiglu(rounded, to[0], to[1], inner, 10.0)
     deepseek_linear.fp8_linear(inner, *to[2], out)
-    assert float((out.float().cpu() - wanted).norm() / wanted.norm()) < 2e-3  # exp differs in its last bit
+    assert (
+        float((out.float().cpu() - wanted).norm() / wanted.norm()) < 2e-3
+    )  # exp differs in its last bit
 
 
 @pytest.mark.parametrize("weight_dtype", [BF16, torch.float32])
@@ -87,7 +99,9 @@ def test_steady_sums_do_not_depend_on_the_order(weight_dtype: torch.dtype, has_r
     weight = torch.randn(19, 700, generator=generator).to(weight_dtype)
     ratio = torch.rand(700, generator=generator) + 0.5 if has_ratio else None
     out = empty(19, dtype=torch.float32)
-    deepseek_linear.steady_linear(x.to(DEVICE), weight.to(DEVICE), out, None if ratio is None else ratio.to(DEVICE))
+    deepseek_linear.steady_linear(
+        x.to(DEVICE), weight.to(DEVICE), out, None if ratio is None else ratio.to(DEVICE)
+    )
     scaled = x.float() if ratio is None else x.float() * ratio
     assert torch.equal(out.cpu(), ops.steady_linear(scaled, weight)[0])
     deepseek_linear.steady_linear(x.to(DEVICE), weight.to(DEVICE), out, is_double=False)
@@ -95,10 +109,14 @@ def test_steady_sums_do_not_depend_on_the_order(weight_dtype: torch.dtype, has_r
     assert float((out.cpu() - wanted).norm() / wanted.norm()) < 1e-6
 
 
-def expert_bytes(generator: torch.Generator, hidden: int, intermediate: int, skew: int) -> tuple[Tensor, tuple[int, int]]:
+def expert_bytes(
+    generator: torch.Generator, hidden: int, intermediate: int, skew: int
+) -> tuple[Tensor, tuple[int, int]]:
     """One record as a release has it: codes of w1, w2, w3, then their scales, both off by `skew` bytes."""
     codes_nbytes, scales_nbytes = 3 * hidden * intermediate // 2, 3 * hidden * intermediate // 32
-    record = torch.randint(0, 256, (codes_nbytes + scales_nbytes + 2 * skew,), dtype=torch.uint8, generator=generator)
+    record = torch.randint(
+        0, 256, (codes_nbytes + scales_nbytes + 2 * skew,), dtype=torch.uint8, generator=generator
+    )
     at = (skew, codes_nbytes + 2 * skew)
     record[at[1] :] = 115 + record[at[1] :] % 10
     return record, at
@@ -115,7 +133,9 @@ def matrices(record: Tensor, at: tuple[int, int], hidden: int, intermediate: int
     return [found[0], found[2], found[1]]
 
 
-@pytest.mark.parametrize(("hidden", "intermediate", "skew"), [(64, 32, 8), (352, 96, 8), (256, 160, 16)])
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "skew"), [(64, 32, 8), (352, 96, 8), (256, 160, 16)]
+)
 def test_fp4_experts_are_the_definition(hidden: int, intermediate: int, skew: int):
     generator = torch.Generator().manual_seed(hidden)
     x = random_x(generator, 1, hidden)
@@ -123,7 +143,10 @@ def test_fp4_experts_are_the_definition(hidden: int, intermediate: int, skew: in
     weights = torch.tensor([0.3, 0.9, 0.3])
     on_device = [record.to(DEVICE) for record, _ in records]
     table = torch.tensor(
-        [[r.data_ptr() + at[0], r.data_ptr() + at[1]] for r, (_, at) in zip(on_device, records, strict=True)]
+        [
+            [r.data_ptr() + at[0], r.data_ptr() + at[1]]
+            for r, (_, at) in zip(on_device, records, strict=True)
+        ]
     )
     table[1] = 0
     rounded, inner, out = empty(hidden), empty(3, intermediate), empty(3, hidden)

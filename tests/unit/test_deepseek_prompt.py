@@ -31,8 +31,12 @@ def test_fp8_product(tokens: int, rows: int, columns: int, groups: int):
 def test_fp4_product(tokens: int, rows: int, columns: int, skew: int):
     generator = torch.Generator().manual_seed(tokens)
     x = ops.act_rounded(random_x(generator, tokens, columns)).to(BF16)
-    raw = torch.randint(0, 256, (skew + rows * columns // 2,), dtype=torch.uint8, generator=generator)
-    steps = torch.randint(110, 130, (skew + rows * columns // 32,), dtype=torch.uint8, generator=generator)
+    raw = torch.randint(
+        0, 256, (skew + rows * columns // 2,), dtype=torch.uint8, generator=generator
+    )
+    steps = torch.randint(
+        110, 130, (skew + rows * columns // 32,), dtype=torch.uint8, generator=generator
+    )
     codes, scales = raw[skew:].view(rows, -1), steps[skew:].view(rows, -1)
     found = deepseek_prompt.fp4_product(
         x.to(DEVICE), raw.to(DEVICE)[skew:].view(rows, -1), steps.to(DEVICE)[skew:].view(rows, -1)
