@@ -221,9 +221,7 @@ class SpotCheckConfig:
 class VerifyConfig:
     """How much `verify` computes."""
 
-    documents: int = (
-        40  # held-out documents per language, or as many as a figure is recorded of, if fewer
-    )
+    documents: int = 40  # held-out documents per language; fewer, if a figure is recorded of fewer
     control_documents: int = 8  # of the English ones, for the runs with damage
 
 
