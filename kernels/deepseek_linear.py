@@ -151,6 +151,7 @@ def has_cvt(device: torch.device) -> bool:
 
 
 ROWS, TILE_BLOCKS, WARPS = 16, 8, 4  # of an FP8 product
+SWIGLU_WARPS = 8
 STEADY_ROWS, STEADY_BLOCK = 2, 1024
 ACT_TILE = 16
 
@@ -203,7 +204,7 @@ def fp8_swiglu(
     planes = [part.view(torch.uint8) for part in (*gate, *up)]
     _fp8_swiglu_kernel[(triton.cdiv(num_rows, 32),)](
         x, *planes, out, num_rows, limit, columns=columns, has_cvt=has_cvt(x.device), tile_blocks=tile_blocks(columns),
-        num_warps=8,
+        num_warps=SWIGLU_WARPS,
     )  # fmt: skip
 
 
