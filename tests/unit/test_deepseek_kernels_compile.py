@@ -151,12 +151,18 @@ KERNELS = {
     ),
     "deepseek_linear._fp8_kernel": (
         BYTES | dict.fromkeys(("num_rows", "group_rows"), "i32"),
-        {"columns": 5120, "has_cvt": True, "block_rows": deepseek_linear.ROWS, "tile_blocks": deepseek_linear.TILE_BLOCKS},
+        {
+            "columns": 5120, "has_cvt": True, "block_rows": deepseek_linear.ROWS,
+            "tile_blocks": deepseek_linear.TILE_BLOCKS,
+        },
         deepseek_linear.WARPS,
     ),
     "deepseek_linear._fp8_kernel/soft": (
         BYTES | dict.fromkeys(("num_rows", "group_rows"), "i32") | {"out": FP32},
-        {"columns": 5120, "has_cvt": False, "block_rows": deepseek_linear.ROWS, "tile_blocks": deepseek_linear.TILE_BLOCKS},
+        {
+            "columns": 5120, "has_cvt": False, "block_rows": deepseek_linear.ROWS,
+            "tile_blocks": deepseek_linear.TILE_BLOCKS,
+        },
         deepseek_linear.WARPS,
     ),
     "deepseek_linear._fp8_swiglu_kernel": (
@@ -235,7 +241,7 @@ MODULES = {
         deepseek_prompt,
         deepseek_token,
         mxfp4_expert,
-    )  # fmt: skip
+    )
 }
 
 
