@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from runtime.errors import UserError
 from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
 from runtime.models.deepseek_state import Compressed, DeepseekState
@@ -143,6 +144,13 @@ class Decoder:
             [layout.payload_offsets(ExpertKey(layer, e)) for e in range(spec.num_experts)]
             for layer in range(spec.num_layers)
         ]
+        places = [codes_at for offsets in self._offsets for codes_at, _ in offsets]
+        self._align = 8 if all(at % 8 == 0 for at in places) else 4
+        if any(at % 4 for at in places):
+            raise UserError(
+                "some experts do not start at a multiple of 4 bytes in their file, which the GPU's kernels need",
+                "add hw.device=cpu",
+            )
 
     # ---- the host's part ------------------------------------------------------------------------------------------
 

@@ -40,6 +40,9 @@ WINDOW_ALONE = {"topk": 0, "places": 128, "entries": None, "chosen": None}
 EXTENDING = {
     "dim": 512, "key_dim": 128, "half": 32, "block_dim": 512, "block_key": 128,
 }  # fmt: skip
+EXPERT = {
+    "hidden": 5120, "intermediate": 2304, "align": 8, "tile_blocks": deepseek_linear.TILE_BLOCKS,
+}  # fmt: skip
 BYTES = dict.fromkeys(("weight", "scale", "gate", "gate_scale", "up", "up_scale"), "*u8")
 # kernel -> (types of its arguments, values of its constants, warps); arguments that are not named are bf16 pointers
 KERNELS = {
@@ -183,19 +186,18 @@ KERNELS = {
     ),
     "mxfp4_expert._gate_up_kernel": (
         {"table": INT64, "weights": FP32, "limit": "fp32"},
-        {"hidden": 5120, "intermediate": 2304, "has_cvt": False, "tile_blocks": deepseek_linear.TILE_BLOCKS},
+        EXPERT | {"has_cvt": False},
         mxfp4_expert.GATE_WARPS,
     ),
     "mxfp4_expert._gate_up_kernel/hard": (
         {"table": INT64, "weights": FP32, "limit": "fp32"},
-        {"hidden": 5120, "intermediate": 2304, "has_cvt": True, "tile_blocks": deepseek_linear.TILE_BLOCKS},
+        EXPERT | {"has_cvt": True},
         mxfp4_expert.GATE_WARPS,
     ),
     "mxfp4_expert._down_kernel": (
         {"table": INT64},
         {
-            "hidden": 5120, "intermediate": 2304, "has_cvt": False, "block_rows": mxfp4_expert.DOWN_ROWS,
-            "tile_blocks": deepseek_linear.TILE_BLOCKS,
+            "has_cvt": False, "block_rows": mxfp4_expert.DOWN_ROWS, **EXPERT,
         },
         mxfp4_expert.DOWN_WARPS,
     ),
