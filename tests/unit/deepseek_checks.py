@@ -220,7 +220,7 @@ def check_engram(s: Sizes) -> None:
     keys = kv[: s.streams * s.hidden].view(s.streams, s.hidden)
     keys[0] = streams[0]
     keys[1] = -streams[1]
-    streams[2, 1:], streams[2, 0], keys[2, 0] = 0, 1.0, 2e-8
+    keys[2, 1:], keys[2, 0], streams[2, 0] = 0, 1.0, 2e-8
     if s.streams > 3:
         streams[3] = 0
     x, k, value = streams.float(), keys.float(), kv[s.streams * s.hidden :].float()
