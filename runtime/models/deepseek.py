@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conf.schema import RunConfig
+from conf.schema import Replay, RunConfig
 from kernels import reference_deepseek as ops
 from kernels.formats import MX_GROUP, fp8_blocks_dequantize, mxfp4_dequantize
 from runtime import hardware
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from runtime.experts.slots import SlotExperts
     from runtime.models.deepseek_decode import Decoder
     from runtime.models.deepseek_drafts import DraftedModel
+
+log = logging.getLogger(__name__)
 
 Matrices = tuple[ops.Packed | Tensor, ops.Packed | Tensor, ops.Packed | Tensor]
 # record of an expert -> its matrices gate, up, down: dequantised on a CPU, as they are on a GPU
@@ -501,35 +504,65 @@ class DeepseekModel:
         all_logits: bool,
         after_layer: Callable[[], None],
     ) -> Tensor:
-        spec, start = self.spec, state.position
+        start = state.position
+        streams, pre, ids_of = self._enter(tokens, state)
+        parts = self._parts(len(tokens))
+        choices = [Choice() for _ in parts]
+        for block in self.blocks:
+            self._recall(block, streams, ids_of, parts)
+            streams, pre = self._run(block, streams, pre, start, parts, choices, state)
+            after_layer()
+        if not all_logits:
+            streams, pre = streams[-1:], pre[-1:]
+        return self._leave(tokens, state, streams, pre)
+
+    def _enter(
+        self, tokens: Sequence[int], state: DeepseekState
+    ) -> tuple[Tensor, Tensor, dict[int, Sequence[int]]]:
+        """Ask for the Engram rows.  Returns (streams [T, S, d], pre [T, S], Engram layer -> its row ids)."""
+        spec = self.spec
         if self.decoder is not None:
             self.decoder.bind(state)
         ids = self.row_ids(tokens, state.context)
         if self.rows is not None:
             self.rows.request(ids)
-        ids_of = dict(zip(spec.engram_layers, ids, strict=True))
         entry = self.embedding[torch.tensor(tokens)].to(self.device)
         streams = entry.unsqueeze(1).repeat(1, spec.streams, 1)
         pre = torch.zeros(len(tokens), spec.streams, device=self.device)
         pre[:, 0] = 1.0
-        size = self.chunk_tokens or len(tokens)
-        parts = [slice(at, at + size) for at in range(0, len(tokens), size)]
-        choices = [Choice() for _ in parts]
-        for block in self.blocks:
-            if block.engram is not None:
-                rows = self.engram_rows(block.layer, ids_of[block.layer])
-                for part in parts:
-                    streams[part] = block.engram(streams[part], rows[part].to(self.device))
-            if len(parts) == 1:
-                streams, pre = self.run_block(block, streams, pre, start, choices[0], state)
-            else:
-                pre = self._run_parts(block, streams, pre, start, parts, choices, state)
-            after_layer()
+        return streams, pre, dict(zip(spec.engram_layers, ids, strict=True))
+
+    def _parts(self, num_tokens: int) -> list[slice]:
+        """Return the chunks in which a call's tokens go through all but the experts."""
+        size = self.chunk_tokens or num_tokens
+        return [slice(at, at + size) for at in range(0, num_tokens, size)]
+
+    def _recall(
+        self, block: Block, streams: Tensor, ids_of: Mapping[int, Sequence[int]], parts: Sequence[slice]
+    ) -> None:  # fmt: skip
+        """Add a layer's Engram to the streams of a call's last tokens [T, S, d], in place."""
+        if block.engram is None:
+            return
+        rows = self.engram_rows(block.layer, ids_of[block.layer])[-len(streams) :]
+        for part in parts:
+            streams[part] = block.engram(streams[part], rows[part].to(self.device))
+
+    def _run(
+        self, block: Block, streams: Tensor, pre: Tensor, start: int, parts: Sequence[slice],
+        choices: Sequence[Choice], state: DeepseekState,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """As `run_block`, in as many parts as there are; may write streams in place."""
+        if len(parts) == 1:
+            return self.run_block(block, streams, pre, start, choices[0], state)
+        return streams, self._run_parts(block, streams, pre, start, parts, choices, state)
+
+    def _leave(
+        self, tokens: Sequence[int], state: DeepseekState, streams: Tensor, pre: Tensor
+    ) -> Tensor:
+        """Move the state behind `tokens`.  Returns the logits of the rows that are given: [rows, vocab] fp32."""
         state.context = [*state.context, *tokens][-3:]
         state.position += len(tokens)
-        if not all_logits:
-            streams, pre = streams[-1:], pre[-1:]
-        x = ops.rms_norm(ops.hyper_read(streams, pre), self.norm, spec.eps).float()
+        x = ops.rms_norm(ops.hyper_read(streams, pre), self.norm, self.spec.eps).float()
         if self.device.type == "cpu":
             return F.linear(x, self.head)
         # in RAM: it passes through the GPU in pieces
@@ -602,8 +635,17 @@ def check_support(spec: DeepseekSpec, config: RunConfig, device: torch.device) -
     """Refuse what this engine cannot do for the model."""
     if device.type != "cpu" and config.drafts.enabled:
         raise UserError("drafts are decoded on the CPU only so far", "leave out drafts.enabled")
+    if device.type != "cpu" and config.deepseek.replay is not Replay.exact:
+        raise UserError(
+            "deepseek.replay=bounded runs on the CPU only so far", "leave out deepseek.replay"
+        )
     check_context(config.model.context_tokens, spec.max_positions)
     if config.drafts.enabled:
+        if config.deepseek.replay is not Replay.exact:
+            raise UserError(
+                "drafts are seeded from every token of a prompt, with deepseek.replay=bounded most are not there",
+                "leave out deepseek.replay, or drafts.enabled",
+            )
         from runtime.models.deepseek_drafts import check_drafts
 
         check_drafts(spec, config.drafts)
@@ -678,6 +720,16 @@ def _scratch(spec: DeepseekSpec, context: int) -> tuple[tuple[int, int], ...]:
     )
 
 
+def _model_class(spec: DeepseekSpec, config: RunConfig) -> type[DeepseekModel]:
+    """Return what takes prompts in as the config says; say once when that is not exact."""
+    if config.deepseek.replay is Replay.exact:
+        return DeepseekModel
+    from runtime.models import deepseek_replay
+
+    log.warning("%s", deepseek_replay.describe(spec))
+    return deepseek_replay.BoundedModel
+
+
 def open_model(
     spec: DeepseekSpec,
     files: EngineFiles,
@@ -716,7 +768,7 @@ def open_model(
         tapped = TappedModel(*parts)
         tapped.rows = rows
         return with_drafts(tapped, checkpoint, config, lambda drafts: partial(open_record, drafts))
-    model = DeepseekModel(*parts)
+    model = _model_class(spec, config)(*parts)
     model.rows, model.pinned = rows, arena
     if device.type == "cuda":
         from runtime.models.deepseek_decode import Decoder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class DeepseekState:
             layer: torch.zeros(spec.window, spec.head_dim, dtype=bf16, device=device)
             for layer in range(spec.num_layers)
         }
+        self._windows_start = dict.fromkeys(self.windows, 0)  # nothing older was entered
         self.compressed = {
             layer: Compressed(
                 torch.zeros(0, spec.head_dim, dtype=bf16, device=device),
@@ -52,8 +53,18 @@ class DeepseekState:
         """Return the entries of the positions before `start` that a token there may see, oldest first: [n, D]."""
         size = self.spec.window
         device = self.windows[layer].device
-        places = torch.arange(max(0, start - size + 1), start, device=device) % size
+        places = (
+            torch.arange(max(self._windows_start[layer], start - size + 1), start, device=device)
+            % size
+        )
         return self.windows[layer][places]
+
+    def forget_windows(self, layers: Iterable[int], position: int) -> None:
+        """Let these layers' windows start anew at `position`; at least `window` tokens must be entered next.
+
+        So much must follow because copies of the state do not hold where windows start.
+        """
+        self._windows_start |= dict.fromkeys(layers, position)
 
     def remember(self, layer: int, start: int, kv: Tensor) -> None:
         """Enter tokens kv [T, D] from position `start` into a layer's window."""
@@ -76,6 +87,7 @@ class DeepseekState:
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Become the conversation that `tensors` was copied from."""
         self.position = int(tensors["position"])
+        self._windows_start = dict.fromkeys(self.windows, 0)
         self.context = [int(token) for token in tensors["context"]]
         for layer in self.windows:
             self.windows[layer] = tensors[f"window.{layer}"].clone()
