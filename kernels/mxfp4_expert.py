@@ -21,8 +21,8 @@ GATE_WARPS, DOWN_WARPS = 8, 4
 
 @triton.jit
 def _fp4_dots(
-    codes, scales, rows, num_rows, x, columns: tl.constexpr, align: tl.constexpr, has_cvt: tl.constexpr, block_rows: tl.constexpr,
-    tile_blocks: tl.constexpr,
+    codes, scales, rows, num_rows, x, columns: tl.constexpr, align: tl.constexpr, has_cvt: tl.constexpr,
+    block_rows: tl.constexpr, tile_blocks: tl.constexpr,
 ):  # fmt: skip
     """Products of some FP4 rows with x, summed by blocks in their order: [block_rows] fp32.
 
@@ -57,8 +57,8 @@ def _fp4_dots(
 
 @triton.jit
 def _gate_up_kernel(
-    table, x, weights, inner, limit, hidden: tl.constexpr, intermediate: tl.constexpr, align: tl.constexpr, has_cvt: tl.constexpr,
-    tile_blocks: tl.constexpr,
+    table, x, weights, inner, limit, hidden: tl.constexpr, intermediate: tl.constexpr, align: tl.constexpr,
+    has_cvt: tl.constexpr, tile_blocks: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
     codes, scales = tl.load(table + 2 * expert), tl.load(table + 2 * expert + 1)
@@ -108,14 +108,14 @@ def mxfp4_experts(
     inner: Tensor,
     out: Tensor,
     limit: float,
-    align: int = 8,
+    align: int,
     has_cvt: bool | None = None,
 ) -> None:
     """Apply k experts to one token, each into its own row of `out`.
 
     x: [H] bf16, rounded by `act_round`.  table: [k, 2] int64, addresses of an expert's codes (w1, w2, w3) and scales,
-    readable by the device; codes at multiples of `align`, 8 or 4; 0 leaves a row untouched.  weights: [k] fp32, of the route.  inner: [k, I]
-    bf16 scratch.  out: [k, H] bf16.  limit: of gate and up.  Nothing is allocated.
+    readable by the device; codes at multiples of `align`, 8 or 4; 0 leaves a row untouched.  weights: [k] fp32, of the
+    route.  inner: [k, I] bf16 scratch.  out: [k, H] bf16.  limit: of gate and up.  Nothing is allocated.
     has_cvt: use the hardware conversion of E2M1; None asks the device.
     """
     experts, intermediate = inner.shape

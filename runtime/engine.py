@@ -123,15 +123,16 @@ class Counters:
     device_wait_ns: int  # the host, for the GPU
 
 
-def _plan_vram(config: RunConfig, sizes: ModelSizes, device: torch.device) -> VramPlan:
+def _plan_vram(
+    config: RunConfig, sizes: ModelSizes, device: torch.device, reads_in_place: bool
+) -> VramPlan:
     """Plan the GPU's memory, and hold torch to it where a part of the card was asked for."""
     free, total = torch.cuda.mem_get_info(device)
     limit = vram_limit(config.hw.vram_gib, total, free, config.hw.vram_reserve_gib)
     copies, tokens = config.prefetch.copy, config.model.prefill_tokens
     tokens = min(tokens, config.model.context_tokens)
-    plan = plan_vram(
-        sizes, limit, tokens, passing_slots(copies, sizes.record_nbytes), config.cache.vram_gib
-    )
+    passing = passing_slots(copies, sizes.record_nbytes, 0 if reads_in_place else sizes.top_k)
+    plan = plan_vram(sizes, limit, tokens, passing, config.cache.vram_gib)
     if config.hw.vram_gib is not None:
         torch.cuda.set_per_process_memory_fraction(limit / total)
     return plan
@@ -217,16 +218,24 @@ class Engine:
             config.hw.reserve_gib,
         )
         has_gpu = device.type == "cuda"
-        plan = plan_memory(sizes, limit, config.cache.ram_gib, config.cache.sweep_experts, has_gpu)
+        plan = plan_memory(
+            sizes,
+            limit,
+            config.cache.ram_gib,
+            config.cache.sweep_experts,
+            has_gpu,
+            config.prefetch.experts,
+        )
         for warning in plan.warnings:
             log.warning("%s", warning)
-        vram_plan = _plan_vram(config, sizes, device) if has_gpu else None
+        vram_plan = _plan_vram(config, sizes, device, family.READS_IN_PLACE) if has_gpu else None
         reader = DirectReader(layout.files, config.hw.drive)
         experts: ExpertSource
         if is_resident:
             experts = ResidentExperts(layout, reader)
         else:
-            ahead_rows = min(2 * config.prefetch.copy, plan.cache_rows - spec.top_k)
+            spare = plan.cache_rows - spec.top_k - config.prefetch.experts
+            ahead_rows = max(0, min(2 * config.prefetch.copy, spare))
             experts = ExpertStreamer(
                 layout,
                 reader,
@@ -240,7 +249,9 @@ class Engine:
                 experts.pin()
                 copier = CudaCopier(vram_plan.slots, experts.record_nbytes, device)
                 copies = config.prefetch.copy
-                experts = SlotExperts(experts, copier, spec.num_layers, spec.top_k, copies)
+                experts = SlotExperts(
+                    experts, copier, spec.num_layers, spec.top_k, copies, family.READS_IN_PLACE
+                )
             model = family.open_model(spec, files, layout, experts, config, device, dtype)
         except BaseException:
             experts.close()

@@ -31,9 +31,13 @@ def batch_slots(record_nbytes: int) -> int:
     return max(2, min(BATCH_EXPERTS, BATCH_NBYTES // record_nbytes))
 
 
-def passing_slots(early_copies: int, record_nbytes: int = 1) -> int:
-    """Return how many slots copies on their way need: two layers' guesses, or two batches of a prompt."""
-    return max(2 * early_copies, 2 * batch_slots(record_nbytes))
+def passing_slots(early_copies: int, record_nbytes: int = 1, copied_route: int = 0) -> int:
+    """Return how many slots copies on their way need: two layers' guesses, or two batches of a prompt.
+
+    copied_route: top-k where a layer's experts are copied before they are read, else 0.
+    """
+    route = copied_route + early_copies if copied_route else 0
+    return max(2 * early_copies, 2 * batch_slots(record_nbytes), route)
 
 
 class SlotExperts:
@@ -46,17 +50,21 @@ class SlotExperts:
         num_layers: int,
         top_k: int,
         early_copies: int = 0,
+        reads_in_place: bool = True,
     ) -> None:
-        """copier.slots: at least `passing_slots(early_copies, record_nbytes)`; what is beyond is the LRU tier.
+        """copier.slots: at least `passing_slots(...)` for what follows; what is beyond is the LRU tier.
 
         early_copies: guesses for the next layer copied ahead when they are in RAM.
+        reads_in_place: experts in RAM are yielded where they are; else each is copied to a slot first.
         """
         self.source, self.counters = source, source.counters
         self._copier, self._early_copies = copier, early_copies
         self._num_layers = num_layers
         self._nbytes = source.record_nbytes
         self._batch_slots = batch_slots(self._nbytes)
-        self._num_passing = passing_slots(early_copies, self._nbytes)
+        self._reads_in_place = reads_in_place
+        route = 0 if reads_in_place else top_k
+        self._num_passing = passing_slots(early_copies, self._nbytes, route)
         self.kept_slots = len(copier.slots) - self._num_passing
         if self.kept_slots < 0:
             raise ValueError(f"{len(copier.slots)} slots, at least {self._num_passing} are needed")
@@ -111,8 +119,8 @@ class SlotExperts:
                     self.counters.early_used += 1
         arrivals = self.source.waves(layer, elsewhere, self._absent(layer + 1, guesses))
         in_ram = next(arrivals)
-        kept: Wave = []
-        if book is self._kept and in_ram:
+        kept: list[tuple[Wave, Any]] = []
+        if in_ram and (book is self._kept or not self._reads_in_place):
             kept, in_ram = self._keep(book, first, layer, in_ram)
         # also when no guess was right: behind this layer all early copies are done
         if self._early_mark is not None:
@@ -121,15 +129,18 @@ class SlotExperts:
         if here or in_ram:
             yield here + in_ram
         self.counters.vram_hits += len(here)
-        self.counters.copied_nbytes += (len(in_ram) + len(kept)) * self._nbytes
+        self.counters.copied_nbytes += len(in_ram) * self._nbytes
         for key in early:  # the wrong ones
             self._book(key // KEY_STRIDE)[0].demote(key)
-        if kept:
-            self._copier.wait(self._copier.mark())
-            yield kept
+        yield from self._when_copied(kept)
         for wave in filter(None, arrivals):
-            self.counters.copied_nbytes += len(wave) * self._nbytes
-            yield wave
+            others = wave
+            if not self._reads_in_place:
+                kept, others = self._keep(book, first, layer, wave)
+                yield from self._when_copied(kept)
+            if others:
+                self.counters.copied_nbytes += len(others) * self._nbytes
+                yield others
         if self._early_copies and layer + 1 < self._num_layers:
             self._copy_ahead(layer + 1, guesses)
 
@@ -140,9 +151,11 @@ class SlotExperts:
 
     def _keep(
         self, book: ExpertCache[int], first: int, layer: int, records: Wave
-    ) -> tuple[Wave, Wave]:
-        """Copy records into the LRU tier; return those that are copied, and those that found no slot."""
-        kept, others = [], []
+    ) -> tuple[list[tuple[Wave, Any]], Wave]:
+        """Copy records into slots; return what to launch behind which mark, and the records that found no slot."""
+        kept: Wave = []
+        others: Wave = []
+        launches: list[tuple[Wave, Any]] = []
         for expert, record in records:
             key = layer * KEY_STRIDE + expert
             row = book.admit(key)
@@ -154,7 +167,18 @@ class SlotExperts:
             self._pinned.append((book, key))
             self._copier.copy(first + row, record)
             kept.append((expert, self._slots[first + row]))
-        return kept, others
+            if not self._reads_in_place:  # large records: one is computed while the next is copied
+                launches.append((kept, self._copier.mark()))
+                kept = []
+        self.counters.copied_nbytes += (len(records) - len(others)) * self._nbytes
+        if kept:
+            launches.append((kept, self._copier.mark()))
+        return launches, others
+
+    def _when_copied(self, launches: Iterable[tuple[Wave, Any]]) -> Iterator[Wave]:
+        for wave, mark in launches:
+            self._copier.wait(mark)
+            yield wave
 
     def _copy_ahead(self, layer: int, guesses: Iterable[int]) -> None:
         """Copy the first few guesses that are in RAM and in no slot, behind what the layer before launched."""

@@ -390,6 +390,7 @@ class Decoder:
             self.inner,
             self.rows,
             self.spec.swiglu_limit,
+            self._align,
         )
 
     def _last(self) -> None:

@@ -644,6 +644,10 @@ def _dense_nbytes(spec: QwenSpec, weights: Mapping[str, Tensor]) -> int:
 
 # ---- what Engine.open asks of a family -----------------------------------------------------------------------------
 
+READS_IN_PLACE = (
+    True  # a GPU reads experts in RAM where they are: 2.8 MB each, copies would cost host time
+)
+
 
 def read_spec(snapshot: Path) -> QwenSpec:
     """Read and check a snapshot's config.json."""

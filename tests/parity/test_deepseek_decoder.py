@@ -15,11 +15,12 @@ from tests.parity import deepseek_golden as golden
 
 pytestmark = pytest.mark.slow  # an interpreted step takes seconds
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SKEW = 4  # bytes before a record's payload
 CODES = 3  # matrices, whose codes lie before their scales
 
 
 class MemoryWaves(golden.MemoryExperts):
-    """Records in waves of random sizes and order, each record off by eight bytes."""
+    """Records in waves of random sizes and order, each record off by four bytes."""
 
     def __init__(self, weights, seed):
         super().__init__(weights, seed)
@@ -28,7 +29,7 @@ class MemoryWaves(golden.MemoryExperts):
 
     def record(self, key):
         record = super().record(key)
-        return torch.cat([torch.zeros(8, dtype=torch.uint8), record])
+        return torch.cat([torch.zeros(SKEW, dtype=torch.uint8), record])
 
     def waves(self, layer, ids, guesses=()):
         order = list(ids)
@@ -53,7 +54,7 @@ class Offsets:
         self.codes_nbytes = CODES * spec.hidden * spec.intermediate // 2
 
     def payload_offsets(self, key):
-        return 8, 8 + self.codes_nbytes
+        return SKEW, SKEW + self.codes_nbytes
 
 
 def packed_model(monkeypatch, num_guesses=0):
@@ -66,7 +67,7 @@ def packed_model(monkeypatch, num_guesses=0):
     model = golden.make_model()
     model.num_guesses = num_guesses
     cut = model.open_expert
-    model.open_expert = lambda key, record: cut(key, record[8:])
+    model.open_expert = lambda key, record: cut(key, record[SKEW:])
     model.decoder = Decoder(model, Offsets(model.spec), has_graphs=False)
     model.experts = MemoryWaves(golden.weights_of(golden.GOLDEN / "checkpoint"), seed=1)
     return model

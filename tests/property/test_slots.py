@@ -155,14 +155,16 @@ class Source:
     early=st.integers(0, 4),
     kept=st.integers(0, 3 * LAYERS * ROUTE),
     seed=st.integers(0, 2**32),
+    in_place=st.booleans(),
     plan=st.lists(
         st.sampled_from(["token"] * 6 + ["prompt", "stop", "forget"]), min_size=2, max_size=14
     ),
 )
-def test_every_launch_reads_the_right_bytes(early, kept, seed, plan):
+def test_every_launch_reads_the_right_bytes(early, kept, seed, in_place, plan):
     rng = random.Random(seed)
-    gpu, source = Gpu(passing_slots(early) + kept, rng), Source(rng)
-    experts = SlotExperts(source, gpu, LAYERS, ROUTE, early)
+    passing = passing_slots(early, NBYTES, 0 if in_place else ROUTE)
+    gpu, source = Gpu(passing + kept, rng), Source(rng)
+    experts = SlotExperts(source, gpu, LAYERS, ROUTE, early, in_place)
     before = ExpertCounters()
     for step in plan:
         if step == "forget":
