@@ -199,7 +199,7 @@ def test_waiting_streams_get_keep_alives_and_a_full_queue_is_429(server: Server)
     def read(name: str, tokens: int) -> None:
         got[name] = b"".join(raw_stream(server, tokens))
 
-    threads = [threading.Thread(target=read, args=(name, 60)) for name in ("a", "b", "c")]
+    threads = [threading.Thread(target=read, args=(name, 60)) for name in ("a", "b")]
     for thread in threads:
         thread.start()
         time.sleep(0.2)
@@ -215,7 +215,7 @@ def test_waiting_streams_get_keep_alives_and_a_full_queue_is_429(server: Server)
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_client_that_goes_away_frees_the_engine(server: Server, is_stream: bool):
     """A long answer is given up; the log says after how few tokens, and the next request is served."""
-    seen = server.log.read_text().count("cancelled after")
+    seen = server.log.read_text().count("cancelled while decode")
     body = {"messages": FOX, "stream": is_stream, "max_tokens": 4000, "temperature": 0}
     with (
         contextlib.nullcontext() if is_stream else pytest.raises(httpx.ReadTimeout),
@@ -229,7 +229,9 @@ def test_a_client_that_goes_away_frees_the_engine(server: Server, is_stream: boo
         next(r.iter_raw())
     answer = ask(server, max_tokens=3, messages=[{"role": "user", "content": "What is 8 + 9?"}])
     assert answer.usage.completion_tokens == 3
-    cancelled = re.findall(r"cancelled after (\d+) tokens", server.log.read_text())[seen:]
+    cancelled = re.findall(r"cancelled while decode, after (\d+) tokens", server.log.read_text())[
+        seen:
+    ]
     assert len(cancelled) == 1
     assert int(cancelled[0]) < 150  # the whole answer is longer
 
