@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -249,6 +250,35 @@ def test_a_signal_ends_it_cleanly_with_a_stream_open(tmp_path: Path, sig: int):
     assert b'"error"' in text
     assert text.endswith(b"data: [DONE]\n\n")
     assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_deepseek"])
+def test_conversations_go_on_after_a_restart(tmp_path: Path, model: str):
+    """Also after kill -9: what an answer left on the disk is used, and the answer is the same."""
+    whale = [{"role": "user", "content": "What is a whale?"}]
+    name = {"tiny": "tiny", "tiny_deepseek": "tiny-deepseek"}[model]
+    settings = (f"model={model}", "hw=cpu")
+
+    def follow(server: Server, text: str) -> Any:
+        turn = {"role": "assistant", "content": text}
+        return ask(server, model=name, messages=[*whale, turn, *FOX], max_tokens=12)
+
+    server = Server(tmp_path / "outputs", *settings)
+    first = ask(server, model=name, messages=whale)
+    wanted = follow(server, first.choices[0].message.content)
+    assert server.stop() == 0
+    server = Server(tmp_path / "outputs", *settings)
+    again = follow(server, first.choices[0].message.content)
+    assert again.choices[0].message.content == wanted.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens == wanted.usage.prompt_tokens
+    server.process.kill()
+    server.process.wait()
+    shutil.rmtree(tmp_path / "outputs" / "snapshots")
+    server = Server(tmp_path / "outputs", *settings)
+    alone = follow(server, first.choices[0].message.content)
+    server.stop()
+    assert alone.usage.prompt_tokens_details.cached_tokens == 0
+    assert alone.choices[0].message.content == wanted.choices[0].message.content
 
 
 def test_a_taken_port_is_one_sentence_before_anything_is_loaded(server: Server, tmp_path: Path):
