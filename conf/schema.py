@@ -214,7 +214,7 @@ class ServeConfig:
 class SnapshotsConfig:
     """Copies of conversations' states while serving, that follow-ups go on from, also after a restart."""
 
-    ram_gib: float = 1.0  # 0: none
+    ram_gib: float | None = None  # 0: none; null: an eighth of what may be used, at most 1
     disk_gib: float = 4.0  # they hold the conversations' tokens; 0: none
     every_tokens: int = 2048  # a copy at least this often in a long prompt, in RAM alone; 0: none
 

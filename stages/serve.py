@@ -14,7 +14,8 @@ import torch
 import uvicorn
 
 from conf.schema import RunConfig, ServeConfig
-from runtime import build
+from runtime import build, hardware
+from runtime.budget import ram_limit
 from runtime.engine import Engine, load_family
 from runtime.errors import UserError
 from runtime.server.app import create_app
@@ -56,6 +57,7 @@ def run(ctx: StageContext) -> None:
                 serve.host,
             )
         server: _Server | None = None
+        cfg = with_room_for_snapshots(ctx.cfg)
 
         def on_failure() -> None:
             if server is not None:
@@ -72,8 +74,8 @@ def run(ctx: StageContext) -> None:
         )
         worker = Worker(
             served,
-            lambda: open_engine(with_room_for_snapshots(ctx.cfg), ctx.inputs, ctx.runner),
-            lambda engine: open_store(ctx.cfg, ctx.inputs, engine),
+            lambda: open_engine(cfg, ctx.inputs, ctx.runner),
+            lambda engine: open_store(cfg, ctx.inputs, engine),
             serve.queue,
             on_failure,
         )
@@ -122,9 +124,14 @@ def read_key(serve: ServeConfig) -> str | None:
 
 
 def with_room_for_snapshots(cfg: RunConfig) -> RunConfig:
-    """Return the config whose memory plan leaves out what copies of conversations may take."""
-    reserve = cfg.hw.reserve_gib + cfg.snapshots.ram_gib
-    return replace(cfg, hw=replace(cfg.hw, reserve_gib=reserve))
+    """Return the config whose memory plan leaves out what copies of conversations may take, which is a number then."""
+    room = cfg.snapshots.ram_gib
+    if room is None:
+        total, available = hardware.total_ram_nbytes(), hardware.available_ram_nbytes()
+        limit = ram_limit(cfg.hw.ram_gib, total, available, cfg.hw.reserve_gib)
+        room = min(1.0, limit / GIB / 8)
+    hw = replace(cfg.hw, reserve_gib=cfg.hw.reserve_gib + room)
+    return replace(cfg, hw=hw, snapshots=replace(cfg.snapshots, ram_gib=room))
 
 
 def open_store(cfg: RunConfig, inputs: Mapping[str, Output], engine: Engine) -> SnapshotStore:
@@ -147,8 +154,8 @@ def open_store(cfg: RunConfig, inputs: Mapping[str, Output], engine: Engine) -> 
         "state": {name: str(tensor.dtype) for name, tensor in state.items()},
     }
     folder = absolute(cfg.paths.snapshots) / cfg.model.name / make_key(facts)
-    nbytes = (int(gib * GIB) for gib in (cfg.snapshots.ram_gib, cfg.snapshots.disk_gib))
-    ram_nbytes, disk_nbytes = nbytes
+    ram_nbytes = int((cfg.snapshots.ram_gib or 0) * GIB)
+    disk_nbytes = int(cfg.snapshots.disk_gib * GIB)
     return SnapshotStore(ram_nbytes, folder if ram_nbytes else None, disk_nbytes)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from conf.schema import ServeConfig
@@ -233,7 +234,8 @@ class _Routes:
     ) -> Response:
         job = await self._worker.submit(parsed, request.scope["request_id"])
         if parsed.is_stream:
-            return EventStream(self._stream(job, parsed, answer))
+            frames = self._stream(job, parsed, answer)
+            return EventStream(frames, lambda: self._worker.cancel(job))
         try:
             return JSONResponse(
                 await _until_gone(request.receive, self._whole(job, parsed, answer))
@@ -264,39 +266,36 @@ class _Routes:
         """Frames of an answer; a sign of life whenever nothing else came for a while, whatever the engine does."""
         beats = _Beats(self._config.keep_alive_s, parsed.wants_progress)
         held = _no_logprobs(parsed)
-        try:
-            yield answer.first()
-            while True:
-                message = await _next(job, beats.wait_s())
-                if message is None:
-                    progress = self._progress(job) if beats.is_progress_due() else None
-                    if progress is not None:
-                        yield answer.note({"prompt_progress": progress})
-                    elif beats.is_keep_alive_due():
-                        is_chunk = self._config.keep_alive_chunks
-                        yield answer.note({}) if is_chunk else KEEP_ALIVE
-                    else:
-                        continue
-                    beats.sent()
-                elif isinstance(message, Part):
-                    if held is not None and message.logprobs is not None:
-                        held.append(message.logprobs)
-                    is_told = parsed.wants_timings and message.timings is not None
-                    extra = {"timings": message.timings} if is_told else None
-                    frames = answer.parts(message.events, held or None, extra)
-                    held = None if held is None else []
-                    if frames:
-                        beats.sent()
-                        yield frames
-                elif isinstance(message, Finished):
-                    yield answer.last(message.reason, message.usage, message.timings)
-                    return
+        yield answer.first()
+        while True:
+            message = await _next(job, beats.wait_s())
+            if message is None:
+                progress = self._progress(job) if beats.is_progress_due() else None
+                if progress is not None:
+                    yield answer.note({"prompt_progress": progress})
+                elif beats.is_keep_alive_due():
+                    is_chunk = self._config.keep_alive_chunks
+                    yield answer.note({}) if is_chunk else KEEP_ALIVE
                 else:
-                    self._worker.metrics.failed(message.error.code or "error")
-                    yield frame(message.error.body()) + DONE
-                    return
-        finally:
-            self._worker.cancel(job)
+                    continue
+                beats.sent()
+            elif isinstance(message, Part):
+                if held is not None and message.logprobs is not None:
+                    held.append(message.logprobs)
+                is_told = parsed.wants_timings and message.timings is not None
+                extra = {"timings": message.timings} if is_told else None
+                frames = answer.parts(message.events, held or None, extra)
+                held = None if held is None else []
+                if frames:
+                    beats.sent()
+                    yield frames
+            elif isinstance(message, Finished):
+                yield answer.last(message.reason, message.usage, message.timings)
+                return
+            else:
+                self._worker.metrics.failed(message.error.code or "error")
+                yield frame(message.error.body()) + DONE
+                return
 
     def _progress(self, job: Job) -> dict[str, Any] | None:
         before = self._worker.position(job)
@@ -330,8 +329,9 @@ class _Beats:
 class EventStream(Response):
     """A stream of frames whose headers leave at once. When the client goes away, the frames are closed."""
 
-    def __init__(self, frames: AsyncIterator[bytes]) -> None:
-        self._frames = frames
+    def __init__(self, frames: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+        """on_end: called when nothing will be sent any more, also if nothing ever was."""
+        self._frames, self._on_end = frames, on_end
         super().__init__(
             media_type="text/event-stream; charset=utf-8",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
@@ -350,8 +350,11 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        with contextlib.suppress(Gone):
-            await _until_gone(receive, run())
+        try:
+            with contextlib.suppress(Gone):
+                await _until_gone(receive, run())
+        finally:
+            self._on_end()
 
 
 async def _until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -376,10 +379,13 @@ async def _until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
 
 async def _body(request: Request) -> bytes:
     raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > MAX_BODY_NBYTES:
-            raise too_large()
+    try:
+        async for chunk in request.stream():
+            raw += chunk
+            if len(raw) > MAX_BODY_NBYTES:
+                raise too_large()
+    except ClientDisconnect as error:
+        raise Gone from error
     return bytes(raw)
 
 

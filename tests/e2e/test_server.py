@@ -216,7 +216,7 @@ def test_waiting_streams_get_keep_alives_and_a_full_queue_is_429(server: Server)
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_client_that_goes_away_frees_the_engine(server: Server, is_stream: bool):
     """A long answer is given up; the log says after how few tokens, and the next request is served."""
-    seen = server.log.read_text().count("cancelled while decode")
+    seen = server.log.read_text().count("cancelled while")
     body = {"messages": FOX, "stream": is_stream, "max_tokens": 4000, "temperature": 0}
     with (
         contextlib.nullcontext() if is_stream else pytest.raises(httpx.ReadTimeout),
@@ -230,7 +230,7 @@ def test_a_client_that_goes_away_frees_the_engine(server: Server, is_stream: boo
         next(r.iter_raw())
     answer = ask(server, max_tokens=3, messages=[{"role": "user", "content": "What is 8 + 9?"}])
     assert answer.usage.completion_tokens == 3
-    cancelled = re.findall(r"cancelled while decode, after (\d+) tokens", server.log.read_text())[
+    cancelled = re.findall(r"cancelled while \w+, after (\d+) tokens", server.log.read_text())[
         seen:
     ]
     assert len(cancelled) == 1

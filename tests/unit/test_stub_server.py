@@ -613,6 +613,18 @@ def is_in_phase(server: StubServer, phase: str) -> bool:
     return queue["running"] is not None and queue["running"]["phase"] == phase
 
 
+def test_clients_that_leave_at_once_or_in_the_middle_of_their_request(server, engine, caplog):
+    engine.token_s = 0.05
+    for is_stream in (True, False) * 4:
+        open_request(server, is_stream, "x").close()
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{"
+        sock.sendall(head.encode())
+    wait_for(lambda: server.get("/status").json()["queue"] == {"waiting": [], "running": None})
+    assert server.ask(max_tokens=1).usage.completion_tokens == 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_async_clients_and_their_cancelling(codec):
     engine = StubEngine(codec, "word " * 200)
     engine.token_s = 0.01
