@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -142,13 +142,16 @@ class TextCodec:
         self._check(options)
         # each marker in a message becomes a word that nobody typed, and plain text again after rendering
         nonce = secrets.token_hex(8)
-        words = {marker: f"\ue000{nonce}.{i}\ue001" for i, marker in enumerate(self.markers)}
-        tools = tuple(_replace(tool, words) for tool in options.tools)
-        rendered = self.render(_replace(list(messages), words), replace(options, tools=tools))
+
+        def hide(text: str) -> str:
+            return self._any_marker.sub(lambda m: f"\ue000{nonce}.{self.markers[m[0]]}\ue001", text)
+
+        tools = tuple(_mapped(tool, hide) for tool in options.tools)
+        rendered = self.render(_mapped(list(messages), hide), replace(options, tools=tools))
+        word = re.compile(rf"\ue000{nonce}\.(\d+)\ue001")
         ids: list[int] = []
         for piece, marker in self._split_markers(rendered):
-            for marker_text, word in words.items():
-                piece = piece.replace(word, marker_text)
+            piece = word.sub(lambda m: self._names[int(m[1])], piece)
             ids += self.encode_plain(piece) if piece else []
             ids += [] if marker is None else [self.markers[marker]]
         return ids
@@ -290,16 +293,14 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _replace(value: Any, words: Mapping[str, str]) -> Any:
-    """Replace `words` in every string inside lists and dicts."""
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """Change every string inside lists and dicts; keys stay."""
     if isinstance(value, str):
-        for old, new in words.items():
-            value = value.replace(old, new)
-        return value
+        return change(value)
     if isinstance(value, Mapping):
-        return {key: _replace(item, words) for key, item in value.items()}
+        return {key: _mapped(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_replace(item, words) for item in value]
+        return [_mapped(item, change) for item in value]
     return value
 
 
