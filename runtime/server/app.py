@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import (
+    FileResponse,
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+)
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -49,6 +55,28 @@ ABSENT = (  # what other servers have: said in the error shape
     *("moderations", "responses", "messages", "messages/count_tokens", "files", "batches"),
 )
 
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ERROR_CONTENT = {"application/json": {"schema": _ERROR_SCHEMA}}
+ERRORS: dict[int | str, dict[str, Any]] = {  # of every route, for the document
+    "4XX": {"description": "what was asked cannot be done", "content": _ERROR_CONTENT},
+    "5XX": {"description": "it cannot be done now", "content": _ERROR_CONTENT},
+}
+
 Answer = ChatAnswer | CompletionAnswer
 Result = TypeVar("Result")
 
@@ -79,19 +107,26 @@ class _Routes:
         app.add_exception_handler(Gone, self._on_gone)
         app.add_exception_handler(HTTPException, self._on_http_error)
         app.add_exception_handler(Exception, self._on_unexpected)
-        for path, handler in (
-            ("/health", self._health),
-            ("/ping", self._ping),
-            ("/version", self._version),
-            ("/status", self._status),
-            ("/metrics", self._metrics),
-            ("/", self._page),
-            ("/page/{name}", self._page_file),
+        for path, handler, kind in (
+            ("/health", self._health, JSONResponse),
+            ("/ping", self._ping, JSONResponse),
+            ("/version", self._version, JSONResponse),
+            ("/status", self._status, JSONResponse),
+            ("/metrics", self._metrics, PlainTextResponse),
+            ("/", self._page, HTMLResponse),
         ):
-            app.add_api_route(path, handler, methods=["GET", "HEAD"])
+            app.add_api_route(path, handler, methods=["GET"], response_class=kind, responses=ERRORS)
+            app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
+        app.add_api_route(
+            "/page/{name}", self._page_file, methods=["GET", "HEAD"], include_in_schema=False
+        )
         for prefix in ("", "/v1"):
-            app.add_api_route(f"{prefix}/models", self._list_models, methods=["GET"])
-            app.add_api_route(f"{prefix}/models/{{name:path}}", self._one_model, methods=["GET"])
+            listed: Any
+            for path, listed in (
+                ("models", self._list_models),
+                ("models/{name:path}", self._one_model),
+            ):
+                app.add_api_route(f"{prefix}/{path}", listed, methods=["GET"], responses=ERRORS)
             self._post(f"{prefix}/chat/completions", self._chat, requests.ChatBody)
             self._post(f"{prefix}/completions", self._completions, requests.CompletionBody)
             self._post(f"{prefix}/tokenize", self._tokenize, requests.TokenizeBody)
@@ -103,15 +138,14 @@ class _Routes:
 
     def _post(self, path: str, handler: Any, body: type[BaseModel]) -> None:
         """The handlers read bodies themselves, for errors of our own shape; the document tells what they take."""
-        schema = body.model_json_schema()
-        content = {"application/json": {"schema": schema}}
+        content = {"application/json": {"schema": _inlined(body.model_json_schema())}}
         self.app.add_api_route(
             path,
             handler,
             methods=["POST"],
             response_model=None,
             openapi_extra={"requestBody": {"required": True, "content": content}},
-            responses={"4XX": {"description": "refused"}, "5XX": {"description": "cannot now"}},
+            responses=ERRORS,
         )
 
     # ---- errors --------------------------------------------------------------------------------------------------
@@ -355,6 +389,21 @@ class EventStream(Response):
                 await _until_gone(receive, run())
         finally:
             self._on_end()
+
+
+def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON schema without references: the document has it inside another."""
+    named = schema.pop("$defs", {})
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                return walk(named[value["$ref"].rpartition("/")[2]])
+            return {key: walk(item) for key, item in value.items()}
+        return [walk(item) for item in value] if isinstance(value, list) else value
+
+    found: dict[str, Any] = walk(schema)
+    return found
 
 
 async def _until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -15,6 +16,7 @@ import torch
 import uvicorn
 
 from conf.schema import ServeConfig, SnapshotsConfig
+from runtime.deepseek_text import MARKERS
 from runtime.engine import Counters, Engine
 from runtime.models.qwen_codec import QwenCodec
 from runtime.sampling import SamplingParams
@@ -22,6 +24,7 @@ from runtime.server.app import create_app
 from runtime.server.worker import Served, Worker
 from runtime.snapshot import SnapshotStore
 from runtime.stats import ExpertCounters
+from runtime.text import TextCodec
 
 # a template as large models have it: options, strict about its first message, reasoning opened in the prompt
 TEMPLATE = """
@@ -46,6 +49,32 @@ def make_codec(tiny_qwen: Path, folder: Path, template: str = TEMPLATE) -> QwenC
     return QwenCodec(folder)
 
 
+ENCODER = """
+TOOLS = "## Tools\\n\\n<{dsml_token}{tc_block_name}>\\n\\n{tool_schemas}\\n\\nend\\n"
+"""
+
+
+def make_released(tiny_qwen: Path, folder: Path, has_encoder: bool = False) -> Path:
+    """Return a DeepSeek snapshot by its text: a tokenizer with the markers, flagged as in the release."""
+    text = (tiny_qwen / "tokenizer.json").read_text()
+    for old, new in zip(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), MARKERS, strict=False):
+        text = text.replace(old, new)
+    raw = json.loads(text)
+    present = {token["content"] for token in raw["added_tokens"]}
+    more = [name for name in MARKERS if name not in present]
+    raw["added_tokens"] += [
+        {**raw["added_tokens"][0], "id": 4608 + i, "content": name} for i, name in enumerate(more)
+    ]
+    for token in raw["added_tokens"]:
+        token["special"] = token["id"] < 3
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    (folder / "config.json").write_text("{}")
+    if has_encoder:
+        (folder / "encoding").mkdir()
+        (folder / "encoding" / "encoding.py").write_text(ENCODER)
+    return folder
+
+
 class StubState:
     """What was fed."""
 
@@ -64,7 +93,7 @@ class StubEngine:
 
     num_layers = 4
 
-    def __init__(self, codec: QwenCodec, script: str | list[int] = "Hello there.") -> None:
+    def __init__(self, codec: TextCodec, script: str | list[int] = "Hello there.") -> None:
         self.codec = codec
         self.script = codec.encode(script) if isinstance(script, str) else script
         self.prefill_s = self.token_s = 0.0

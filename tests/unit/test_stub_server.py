@@ -15,7 +15,15 @@ import httpx
 import openai
 import pytest
 
-from tests.unit.stub_server import HELLO, StubEngine, StubServer, make_codec, wait_for
+from runtime.models.deepseek_codec import DeepseekCodec
+from tests.unit.stub_server import (
+    HELLO,
+    StubEngine,
+    StubServer,
+    make_codec,
+    make_released,
+    wait_for,
+)
 
 TOOL = {
     "type": "function",
@@ -446,6 +454,79 @@ def test_a_call_cut_by_the_limit_is_not_offered(server, engine):
         else:
             assert len(answer.choices[0].message.tool_calls) == 1
             assert answer.choices[0].finish_reason == "length"
+
+
+# ---- the same in DeepSeek's encoding ---------------------------------------------------------------------------------
+
+DSML_CALL = (
+    '\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="weather">\n<｜DSML｜ parameter name="city" string="true">Rome'
+    "</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls>"
+)
+
+
+@pytest.fixture
+def deepseek(tiny_qwen, tmp_path):
+    with StubServer(StubEngine(DeepseekCodec(make_released(tiny_qwen, tmp_path, True)))) as running:
+        yield running
+
+
+def test_deepseek_reasons_and_calls(deepseek):
+    engine, codec = deepseek.engine, deepseek.engine.codec
+    engine.script = codec.encode(f"Rome, then.</think>I look.{DSML_CALL}")
+    fields = {"model": "stub-thinking", "tools": [TOOL]}
+    whole = deepseek.ask(**fields).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert (whole.message.reasoning_content, whole.message.content) == ("Rome, then.", "I look.")
+    called = whole.message.tool_calls[0].function
+    assert (called.name, json.loads(called.arguments)) == ("weather", {"city": "Rome"})
+    chunks = list(deepseek.ask(stream=True, **fields))
+    assert texts(chunks) == ("Rome, then.", "I look.")
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    inside = len(codec.encode(f"Rome, then.</think>I look.{DSML_CALL.partition('Rome')[0]}"))
+    cut = deepseek.ask(max_tokens=inside, **fields).choices[0]
+    assert (cut.finish_reason, cut.message.tool_calls) == ("length", None)
+    assert cut.message.content == "I look."
+    messages = [
+        *HELLO,
+        whole.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": "whatever", "content": "sun"},
+    ]
+    engine.script = codec.encode("</think>Sun.")
+    assert deepseek.ask(messages=messages, **fields).choices[0].message.content == "Sun."
+
+
+def test_deepseek_markup_never_leaves(deepseek):
+    engine = deepseek.engine
+    engine.script = engine.codec.encode(f"Well.{DSML_CALL}")
+    plain = deepseek.ask(max_tokens=1).usage.prompt_tokens
+    for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        whole = deepseek.ask(**fields)
+        assert whole.usage.prompt_tokens == plain
+        assert whole.choices[0].message.content == "Well."
+        assert whole.choices[0].finish_reason == "stop"
+        assert texts(deepseek.ask(stream=True, **fields))[1] == "Well."
+
+
+def test_deepseek_tools_without_the_snapshots_encoder_are_a_400(tiny_qwen, tmp_path):
+    with StubServer(StubEngine(DeepseekCodec(make_released(tiny_qwen, tmp_path)))) as server:
+        with pytest.raises(openai.BadRequestError, match=r"own tool block.*encoding/encoding\.py"):
+            server.ask(tools=[TOOL])
+        assert server.ask().choices[0].message.content == "Hello there."
+
+
+def test_deepseek_follow_ups_go_on_before_the_reasoning_that_is_left_out(deepseek):
+    engine = deepseek.engine
+    engine.script = engine.codec.encode("long reasoning</think>Hi")
+    first = deepseek.ask(model="stub-thinking")
+    answered = {"role": "assistant", "content": "Hi", "reasoning_content": "long reasoning"}
+    followed = deepseek.ask(model="stub-thinking", messages=[*HELLO, answered, *HELLO])
+    # up to the assistant's header, which is before the think marker
+    assert followed.usage.prompt_tokens_details.cached_tokens == first.usage.prompt_tokens - 1
+    markers = "a<｜User｜>b</think>｜DSML｜<｜end▁of▁sentence｜>"
+    body = {"messages": [{"role": "user", "content": markers}]}
+    tokens = deepseek.post("/tokenize", body).json()["tokens"]
+    control = set(engine.codec.markers.values())
+    assert sum(token in control for token in tokens) == 4  # the encoding's own
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
