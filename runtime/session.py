@@ -147,8 +147,7 @@ class Session:
         found = None if self._store is None else self._store.longest(prompt, known)
         if found is not None:
             self.reset()
-            device = self.engine.device
-            self._state.restore({name: t.to(device) for name, t in found.tensors.items()})
+            self._state.restore(found.tensors)
             self.tokens, self._logits = list(found.tokens), found.logits.to(self.engine.device)
         elif not is_going_on:
             self.reset()
@@ -177,9 +176,8 @@ class Session:
         store = self._store
         if store is None or not store.is_enabled or self._logits is None or store.has(self.tokens):
             return
-        tensors = {name: tensor.cpu() for name, tensor in self._state.tensors().items()}
-        logits = self._logits.cpu().clone()
-        store.add(Snapshot(tuple(self.tokens), tensors, logits), is_saved)
+        logits = self._logits.to("cpu", copy=True)
+        store.add(Snapshot(tuple(self.tokens), self._state.tensors(), logits), is_saved)
 
     def generate(
         self,
@@ -255,7 +253,6 @@ class Session:
 
     def _advance(self, tokens: list[int], is_cancelled: Callable[[], bool] | None = None) -> Tensor:
         """is_cancelled: asked after each layer of a prompt; None: the tokens are taken in whatever happens."""
-
         layers = self.engine.num_layers
 
         def after_layer() -> None:

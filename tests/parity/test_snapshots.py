@@ -16,7 +16,7 @@ from tests.parity.deepseek_golden import GOLDEN
 
 MIB = 2**20
 FAMILIES = ("tiny", "tiny_deepseek", "drafts")
-CONSTANT = {"spec", "version", "reach"}  # of a state: what is no part of a conversation
+CONSTANT = {"spec", "version", "reach", "device"}  # of a state: what is no part of a conversation
 
 
 @pytest.fixture
