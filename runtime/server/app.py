@@ -271,11 +271,10 @@ class _Routes:
             frames = self._stream(job, parsed, answer)
             return EventStream(frames, lambda: self._worker.cancel(job))
         try:
-            return JSONResponse(
-                await _until_gone(request.receive, self._whole(job, parsed, answer))
-            )
+            body = await _until_gone(request.receive, self._whole(job, parsed, answer))
         finally:
             self._worker.cancel(job)
+        return JSONResponse(body, headers={"x-queue-ms": f"{body['timings']['queue_ms']:.0f}"})
 
     async def _whole(self, job: Job, parsed: requests.Request, answer: Answer) -> dict[str, Any]:
         """Collect an answer."""

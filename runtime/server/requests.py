@@ -7,7 +7,6 @@ same as leaving a field out.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,14 +14,13 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from runtime.server.errors import ApiError, bad
+from runtime.server.messages import check_text, parse_messages
 from runtime.text import ChatOptions
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_DEPTH = 64  # of a body
-ROLES = ("system", "developer", "user", "assistant", "tool")
 THINKING_SUFFIX = "-thinking"
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -224,7 +222,7 @@ def parse_tokenize(raw: bytes, models: ModelIds) -> TokenizeRequest:
     if (body.prompt is None) == (body.messages is None):
         raise bad("send either prompt or messages", "prompt")
     if body.prompt is not None:
-        _check_text(body.prompt, "prompt")
+        check_text(body.prompt, "prompt")
     messages = None if body.messages is None else parse_messages(body.messages)
     thinking = _asked_thinking(body.chat_template_kwargs, None, None)
     options = ChatOptions(
@@ -332,7 +330,7 @@ def _common(body: _Common, model: str, limit_name: str) -> dict[str, Any]:
     if len(stops) > MAX_STOPS:
         raise bad(f"at most {MAX_STOPS} stop strings, got {len(stops)}", "stop")
     for stop in stops:
-        _check_text(stop, "stop")
+        check_text(stop, "stop")
     return {
         "model": model,
         "max_tokens": None if limit == -1 else limit,
@@ -422,7 +420,7 @@ def _tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> tuple[Mapp
                 f"tools[{i}].function.parameters must be an object",
                 f"tools[{i}].function.parameters",
             )
-        _check_text(json.dumps(tool, ensure_ascii=False), f"tools[{i}]")
+        check_text(json.dumps(tool, ensure_ascii=False), f"tools[{i}]")
     return () if choice == "none" else tuple(tools or ())
 
 
@@ -430,7 +428,7 @@ def _prompt(prompt: str | list[Any]) -> str | tuple[int, ...]:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        _check_text(prompt, "prompt")
+        check_text(prompt, "prompt")
         return prompt
     if any(isinstance(item, (str, list)) for item in prompt):
         raise bad("one prompt a request: send a text or a list of token ids", "prompt")
@@ -442,127 +440,3 @@ def _check_tokens(tokens: Sequence[Any], param: str, vocab_size: int) -> None:
     for i, token in enumerate(tokens):
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise bad(f"{param}[{i}] is no token id of this model: {token!r:.40}", param)
-
-
-def _check_text(text: str, where: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise bad(f"{where} holds half a surrogate pair", where) from error
-
-
-# ---- messages --------------------------------------------------------------------------------------------------------
-
-
-def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with plain text; system and developer messages are merged to the front, in order.
-
-    An assistant's may have `reasoning_content` and `tool_calls`, a tool's has the `tool_call_id` of a call before it.
-    """
-    if not messages:
-        raise bad("messages is empty: send at least one", "messages")
-    system: list[str] = []
-    rest: list[dict[str, Any]] = []
-    open_ids: list[str] = []  # of calls that have no result yet
-    for i, message in enumerate(messages):
-        role = _role(message, i)
-        text = _text_of(message.get("content"), i)
-        if role in ("system", "developer"):
-            system.append(text)
-        elif role == "assistant":
-            rest.append(_assistant(message, text, i))
-            open_ids = [call["id"] for call in rest[-1].get("tool_calls", ())]
-        elif role == "tool":
-            call_id = message.get("tool_call_id")
-            if call_id not in open_ids and open_ids:
-                call_id = open_ids[0]  # results in order, whatever the client calls them
-            if call_id in open_ids:
-                open_ids.remove(call_id)
-            rest.append({"role": role, "content": text, "tool_call_id": call_id})
-        else:
-            rest.append({"role": role, "content": text})
-    if not any(message["role"] == "user" for message in rest):
-        raise bad("messages has no user message", "messages")
-    if rest[-1]["role"] == "assistant":
-        raise bad(
-            "the last message is an assistant's, and answers are not continued: end with a user's or a tool's",
-            "messages",
-            "unsupported",
-        )
-    merged = "\n\n".join(text for text in system if text)
-    return [{"role": "system", "content": merged}, *rest] if system else rest
-
-
-def _role(message: Mapping[str, Any], i: int) -> str:
-    role = message.get("role")
-    if role not in ROLES:
-        hint = " (send tools and role tool instead)" if role == "function" else ""
-        raise bad(
-            f"messages[{i}].role must be one of {', '.join(ROLES)}, got {role!r:.40}{hint}",
-            f"messages[{i}].role",
-        )
-    return str(role)
-
-
-def _assistant(message: Mapping[str, Any], text: str, i: int) -> dict[str, Any]:
-    """An assistant's turn; a think block that a client has put back into the content is reasoning again."""
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
-    if reasoning is not None and not isinstance(reasoning, str):
-        raise bad(f"messages[{i}].reasoning_content must be text", f"messages[{i}]")
-    thought = _THOUGHT.match(text)
-    if thought:
-        text, reasoning = text[thought.end() :], reasoning or thought[1].strip("\n")
-    out: dict[str, Any] = {"role": "assistant", "content": text}
-    if reasoning:
-        _check_text(reasoning, f"messages[{i}].reasoning_content")
-        out["reasoning_content"] = reasoning
-    calls = message.get("tool_calls")
-    if calls:
-        if not isinstance(calls, list):
-            raise bad(f"messages[{i}].tool_calls must be a list", f"messages[{i}].tool_calls")
-        out["tool_calls"] = [
-            _call(call, f"messages[{i}].tool_calls[{j}]") for j, call in enumerate(calls)
-        ]
-    return out
-
-
-def _call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise bad(f"{where} must have a function with a name", where)
-    arguments = function.get("arguments")
-    try:
-        values = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
-    except (ValueError, RecursionError) as error:
-        raise bad(f"{where}.function.arguments is not JSON: {error}", where) from error
-    if not isinstance(values, Mapping):
-        raise bad(f"{where}.function.arguments must be a JSON object", where)
-    _check_text(json.dumps(values, ensure_ascii=False), where)
-    _check_text(function["name"], where)
-    made = {"name": function["name"], "arguments": dict(values)}
-    return {"id": str(call.get("id") or where), "type": "function", "function": made}
-
-
-def _text_of(content: Any, i: int) -> str:
-    if content is None:
-        return ""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    where = f"messages[{i}].content"
-    if not isinstance(parts, list):
-        raise bad(f"{where} must be text or a list of parts", where)
-    texts = []
-    for j, part in enumerate(parts):
-        if isinstance(part, str):
-            part = {"type": "text", "text": part}
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise bad(
-                f"{where}[{j}] is {kind!r:.40}: only text parts are supported",
-                f"{where}[{j}]",
-                "unsupported",
-            )
-        texts.append(text)
-    joined = "".join(texts)
-    _check_text(joined, where)
-    return joined

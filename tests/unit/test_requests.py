@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from runtime.errors import ContextLengthError
 from runtime.server.errors import ApiError
+from runtime.server.messages import parse_messages
 from runtime.server.requests import (
     ModelIds,
     parse_chat,
     parse_completion,
     parse_detokenize,
-    parse_messages,
     parse_tokenize,
 )
 
