@@ -812,8 +812,8 @@ def test_metrics_and_status(server, engine, codec):
 def test_the_log_has_one_line_a_request_and_no_text_of_anybody(server, caplog):
     with caplog.at_level("INFO", logger="server"):
         server.ask(extra_headers={"x-request-id": "mine-7", "x-stainless-retry-count": "1"})
-        # the line about the request is written when its answer has left
-        wait_for(lambda: any("POST /v1/chat" in r.getMessage() for r in caplog.records))
+        # both lines are written when the answer has left
+        wait_for(lambda: sum("mine-7" in r.getMessage() for r in list(caplog.records)) == 2)
     lines = [record.getMessage() for record in caplog.records if "mine-7" in record.getMessage()]
     assert any("tok/s" in line for line in lines)
     assert any("POST /v1/chat/completions 200" in line and "retry 1" in line for line in lines)
