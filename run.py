@@ -23,6 +23,9 @@ FREE_TEXT = (
     "model.path",
     "paths.outputs",
     "paths.artifacts",
+    "paths.snapshots",
+    "serve.api_key",
+    "serve.api_key_file",
 )  # values that need no quoting
 
 TAKES_VALUE = (  # Hydra's options whose next word is no override

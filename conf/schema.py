@@ -219,7 +219,26 @@ class ServeConfig:
     port: int = 8000
     queue: int = 8  # requests that may wait; one more gets 429
     keep_alive_s: float = 10.0  # a comment frame this often while a stream is silent; 0 is never
+    keep_alive_chunks: bool = False  # as empty chunks, for clients whose watchdogs count only those
     strict_model: bool = True  # false: any model name in a request means this model
+    api_key: str | None = (
+        None  # that requests must send; better in a file or a variable: see api_key_file
+    )
+    api_key_file: str | None = None  # a file whose first line is the key
+    open_metrics: bool = True  # /metrics without the key
+    cors_origins: list[str] = field(
+        default_factory=list
+    )  # pages of other hosts that may use this server from a browser; ["*"]: all
+    reasoning_alias: bool = False  # send `reasoning` beside `reasoning_content`
+
+
+@dataclass
+class SnapshotsConfig:
+    """Copies of conversations' states while serving, that follow-ups go on from, also after a restart."""
+
+    ram_gib: float | None = None  # 0: none; null: an eighth of what may be used, at most 1
+    disk_gib: float = 4.0  # they hold the conversations' tokens; 0: none
+    every_tokens: int = 2048  # a copy at least this often in a long prompt, in RAM alone; 0: none
 
 
 @dataclass
@@ -227,6 +246,7 @@ class PathsConfig:
     """Places on the disk. Relative paths are taken from the folder of run.py."""
 
     outputs: str = "outputs"  # all that is made
+    snapshots: str = "${paths.outputs}/snapshots"  # states of conversations; may be removed
     artifacts: str = (
         "${paths.outputs}/artifacts"  # what the set-up stages make; put it on the fastest drive
     )
@@ -272,6 +292,7 @@ class RunConfig:
     drafts: DraftsConfig = field(default_factory=DraftsConfig)
     deepseek: DeepseekConfig = field(default_factory=DeepseekConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    snapshots: SnapshotsConfig = field(default_factory=SnapshotsConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
     spot_check: SpotCheckConfig = field(default_factory=SpotCheckConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
@@ -337,6 +358,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "serve.port": (0, 65535),
     "serve.queue": (0, 10000),
     "serve.keep_alive_s": (0, 3600),
+    "snapshots.ram_gib": (0, 2**20),
+    "snapshots.disk_gib": (0, 2**20),
+    "snapshots.every_tokens": (0, 2**24),
     "verify.documents": (1, 1e6),
     "verify.control_documents": (1, 1e6),
     "max_tokens": (1, 2**24),

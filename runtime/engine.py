@@ -155,6 +155,8 @@ class Engine:
         vram_plan: VramPlan | None,
         layout: ExpertLayout,
         cpus: frozenset[int] | None,
+        device: torch.device,
+        is_direct: bool,
     ) -> None:
         """vram_plan: None on a CPU.  cpus: where the thread ran before it was pinned; None: it was not."""
         self.config = config
@@ -167,6 +169,8 @@ class Engine:
         if vram_plan is not None:
             self.prefill_tokens = vram_plan.prompt_tokens
         self.num_tokens = codec.vocab_size
+        self.num_layers = layout.num_layers
+        self.device, self.is_direct = device, is_direct  # experts are read around the page cache
         self._layout = layout
         self._cpus = cpus
 
@@ -257,7 +261,8 @@ class Engine:
             experts.close()
             raise
         codec = family.open_codec(files.snapshot)
-        return cls(config, model, codec, plan, vram_plan, layout, cpus)
+        is_direct = reader.is_direct
+        return cls(config, model, codec, plan, vram_plan, layout, cpus, device, is_direct)
 
     def format_plan(self) -> str:
         """Return who gets which memory, as a table."""

@@ -30,6 +30,8 @@ class DeepseekCodec(TextCodec):
     def __init__(self, root: Path) -> None:
         """The tool block comes from the snapshot's own encoder; without that file tools are refused."""
         super().__init__(root)
+        if deepseek_text.BOS in self.markers:
+            self.start_ids = (self.markers[deepseek_text.BOS],)
         encoder = root / "encoding" / "encoding.py"
         self._tools_block = read_tools_block(encoder.read_text()) if encoder.is_file() else None
 

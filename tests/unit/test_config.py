@@ -120,7 +120,8 @@ def test_no_two_keys_mean_the_same():
     reasons = {
         "name": "of a model, of a machine",
         "seed": "of sampling, of the choice of experts to check, of random weights, of a bench's prompt",
-        "ram_gib": "of the machine, of the cache, of the drafts' experts",
+        "ram_gib": "of the machine, of the cache, of the drafts' experts, of copies of conversations",
+        "disk_gib": "of a synthetic model, of copies of conversations",
         "vram_gib": "of the machine, of the cache",
         "experts": "guesses to read, experts to check, experts of a synthetic layer",
     }
@@ -413,9 +414,9 @@ def test_paths_with_odd_characters(key, path):
 
 
 def test_every_text_key_of_a_person_is_free_text():
-    """Keys that hold a sentence or a path of somebody's machine."""
+    """Keys that hold a sentence, a secret or a path of somebody's machine."""
     assert set(run.FREE_TEXT) == {
-        "prompt", "system", *(key for key in known_keys() if re.search(r"(^|\.)path$|^paths\.", key))
+        "prompt", "system", *(key for key in known_keys() if re.search(r"(^|\.)path$|^paths\.|api_key", key))
     }  # fmt: skip
 
 
