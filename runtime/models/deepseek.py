@@ -282,11 +282,23 @@ class Attention:
         slots = slots.masked_fill(slots < 0, -1)
         source = spec.kv_source_of(self.layer)
         if source is None:
-            return entries, slots
+            return entries, _together(slots)
         cache = state.compressed[source]
         chosen = choice.slots + torch.where(choice.slots < 0, 0, len(entries))
         length = (start + tokens) // spec.compress_ratios[self.layer]
-        return torch.cat([entries, cache.entries[:length]]), torch.cat([slots, chosen], dim=1)
+        slots = _together(torch.cat([slots, chosen], dim=1))
+        return torch.cat([entries, cache.entries[:length]]), slots
+
+
+def _together(slots: Tensor) -> Tensor:
+    """Return lists [T, n] with their holes (-1) behind the rest, as many as make the length one of whole steps.
+
+    Which entries share a step of the softmax may not depend on what other tokens of the call see.
+    """
+    order = (slots < 0).int().sort(dim=1, stable=True).indices
+    longest = int((slots >= 0).sum(1).max())
+    slots = slots.gather(1, order)[:, :longest]
+    return F.pad(slots, (0, -longest % ops.SLOTS_BLOCK), value=-1)
 
 
 class Moe:
