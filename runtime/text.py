@@ -89,6 +89,19 @@ class TextCodec:
         del options
         return PlainParser()
 
+    def call_opening(self, name: str) -> tuple[str, str, str]:
+        """Return how a call begins: before the tool's name, the name, after it; up to the name if that is empty."""
+        raise UserError(
+            f"this model's chat format has no tools: {name!r:.40} cannot be called", "send no tools"
+        )
+
+    def force_call(self, name: str, parser: Parser) -> list[int]:
+        """Begin an answer with a call for the model; return the tokens that the prompt gets at its end."""
+        before, name, after = self.call_opening(name)
+        parser.push(before + name + after)
+        # a name is a person's text: no marker in it is one
+        return self.encode(before) + (self.encode_plain(name) + self.encode(after) if name else [])
+
     @staticmethod
     def plain_parser() -> Parser:
         """Return the parser of text that is no answer to a chat."""

@@ -107,6 +107,9 @@ class Worker:
             prompt = codec.encode_chat(request.messages, request.options)
             engine.check_prompt(prompt)
             parser = codec.parser(request.options)
+            if request.forced is not None:
+                prompt = prompt + codec.force_call(request.forced, parser)
+                engine.check_prompt(prompt)
             shared = codec.shared_tokens(prompt, request.messages, request.options)
             thinks = request.options.thinking
             return Job(name, request.model, prompt, params, parser, loop, shared, thinks)

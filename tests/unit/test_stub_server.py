@@ -430,6 +430,40 @@ def test_tool_calls_with_the_official_client(server, engine):
     assert server.ask(tools=[TOOL], messages=results).choices[0].message.content == "Sun and rain."
 
 
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("family", ["qwen", "deepseek"])
+def test_a_call_can_be_demanded(tiny_qwen, tmp_path, codec, family, choice):
+    """The answer is begun for the model, which has only the rest to say."""
+    if family == "deepseek":
+        codec = DeepseekCodec(make_released(tiny_qwen, tmp_path, True))
+        whole = DSML_CALL
+    else:
+        whole = call("Rome")
+    rest = whole.partition("weather")[2]
+    if choice == "required":
+        rest = "weather" + rest
+    elif family == "deepseek":
+        rest = rest.removeprefix('">\n')
+    else:
+        rest = rest.removeprefix(">\n")
+    with StubServer(StubEngine(codec, rest)) as server:
+        for is_stream in (False, True):
+            answer = server.ask(tools=[TOOL], tool_choice=choice, stream=is_stream)
+            if is_stream:
+                deltas = [c.choices[0].delta for c in answer]
+                calls = [d.tool_calls[0].function for d in deltas if d.tool_calls]
+                assert calls[0].name == "weather"
+                text = "".join(c.arguments for c in calls)
+            else:
+                assert answer.choices[0].finish_reason == "tool_calls"
+                assert answer.choices[0].message.content is None
+                text = answer.choices[0].message.tool_calls[0].function.arguments
+            assert json.loads(text) == {"city": "Rome"}
+
+
 @pytest.mark.parametrize("fields", [{"tools": [TOOL], "tool_choice": "none"}, {}])
 def test_no_markup_leaves_when_no_tools_are_offered(server, engine, fields):
     engine.script = engine.codec.encode(f"Well.\n\n{call('Rome')}")
