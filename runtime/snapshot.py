@@ -272,12 +272,16 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> int:
     ).encode()
     partial = path.with_suffix(TEMPORARY)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "wb") as file:
-        for part in (MAGIC, len(head).to_bytes(8, "little"), head, blake3(head).digest(), body):
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with open(descriptor, "wb") as file:
+            for part in (MAGIC, len(head).to_bytes(8, "little"), head, blake3(head).digest(), body):
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)  # a full disk gets its room back
+        raise
     return path.stat().st_size
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from stages.opening import open_engine
 log = logging.getLogger("stages")
 
 STATE_FORMAT = 1  # one more whenever the arithmetic changes what a state holds, or how
+KEY_VARIABLE = "NVMOE_API_KEY"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STOP_S = 5  # an open stream gets its error frame and this long to go
 
@@ -114,9 +116,10 @@ def run(ctx: StageContext) -> None:
 
 
 def read_key(serve: ServeConfig) -> str | None:
-    """Return the key that requests must send, None for none. Raises UserError."""
+    """Return the key that requests must send, from a file, the config or the environment. Raises UserError."""
     if serve.api_key_file is None:
-        return serve.api_key or None
+        # a secret is no option: in a variable it is in no record of a run
+        return serve.api_key or os.environ.get(KEY_VARIABLE) or None
     path = absolute(serve.api_key_file)
     try:
         lines = path.read_text().split("\n")
@@ -165,7 +168,15 @@ def open_store(cfg: RunConfig, inputs: Mapping[str, Output], engine: Engine) -> 
     folder = absolute(cfg.paths.snapshots) / cfg.model.name / make_key(facts)
     ram_nbytes = int((cfg.snapshots.ram_gib or 0) * GIB)
     disk_nbytes = int(cfg.snapshots.disk_gib * GIB)
-    return SnapshotStore(ram_nbytes, folder if ram_nbytes else None, disk_nbytes)
+    try:
+        return SnapshotStore(ram_nbytes, folder if ram_nbytes else None, disk_nbytes)
+    except OSError as error:
+        log.warning(
+            "conversations will not outlast this server: %s cannot be used (%s); set paths.snapshots=FOLDER, or "
+            "snapshots.disk_gib=0 for none",
+            folder, error.strerror,
+        )  # fmt: skip
+        return SnapshotStore(ram_nbytes)
 
 
 def bind(serve: ServeConfig) -> socket.socket:

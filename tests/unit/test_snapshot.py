@@ -136,6 +136,20 @@ def test_the_disk_is_bounded_and_the_oldest_goes(tmp_path):
     settle(again)
 
 
+def test_a_full_disk_costs_one_copy_and_leaves_nothing(tmp_path, monkeypatch, caplog):
+    store = SnapshotStore(MIB, tmp_path, MIB)
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
+    store.add(make(1))
+    assert store.flush(30)
+    monkeypatch.undo()
+    assert not list(tmp_path.iterdir())
+    assert "No space left" in caplog.text
+    assert store.has([1])
+    store.add(make(2))
+    settle(store)
+    assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 1
+
+
 def test_every_flipped_byte_is_noticed(tmp_path):
     path = tmp_path / f"a{SUFFIX}"
     write_snapshot(path, make(1, 2, 3))
