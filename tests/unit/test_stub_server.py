@@ -843,6 +843,14 @@ def test_metrics_and_status(server, engine, codec):
     assert server.get("/version").json()["weights"] == "revision-1"
 
 
+def test_a_long_prompt_is_in_the_log(server, engine, caplog, monkeypatch):
+    monkeypatch.setattr("runtime.server.worker.PROGRESS_EVERY_S", 0.05)
+    engine.prefill_s = 0.4
+    with caplog.at_level("INFO", logger="server"):
+        server.ask()
+    assert re.search(r"reading the prompt: \d+ of 10 tokens", caplog.text)
+
+
 def test_the_log_has_one_line_a_request_and_no_text_of_anybody(server, caplog):
     with caplog.at_level("INFO", logger="server"):
         server.ask(extra_headers={"x-request-id": "mine-7", "x-stainless-retry-count": "1"})
