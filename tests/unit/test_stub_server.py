@@ -8,7 +8,6 @@ import json
 import re
 import socket
 import threading
-import time
 from typing import Any
 
 import httpx
@@ -636,16 +635,17 @@ def test_keep_alives_come_by_the_wall_clock(codec):
     engine = StubEngine(codec)
     engine.prefill_s = 1.2
     with StubServer(engine, keep_alive_s=0.1) as server:
-        started, first = time.monotonic(), None
-        raw = b""
+        raw, phases = b"", []
         body = {"messages": HELLO, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body) as answer:
             for piece in answer.iter_raw():
-                first = first or time.monotonic() - started
                 raw += piece
-        assert first is not None
-        assert first < 0.6  # long before the prompt is read
-        assert raw.count(b": keep-alive\n\n") >= 4
+                if len(phases) < 2:
+                    running = server.get("/status").json()["queue"]["running"]
+                    phases.append(running and running["phase"])
+        # the headers and a first chunk long before the prompt is read, then signs of life
+        assert "decode" not in phases
+        assert raw.count(b": keep-alive\n\n") >= 2
         # the official client does not see them
         assert texts(server.ask(stream=True))[1] == "Hello there."
 
@@ -690,8 +690,10 @@ def test_a_bounded_queue_in_order_that_can_be_seen(codec):
 @pytest.mark.parametrize("is_stream", [True, False])
 @pytest.mark.parametrize("phase", ["waiting", "prefill", "decode"])
 def test_a_client_that_goes_away_frees_the_engine(codec, is_stream, phase):
+    # alone, the answer or its prompt would take longer than is waited for
     engine = StubEngine(codec, "word " * 400)
-    engine.token_s, engine.prefill_s = 0.02, 4.0 if phase == "prefill" else 0.0
+    engine.token_s, engine.prefill_s = 0.1, 60.0 if phase == "prefill" else 0.0
+    engine.num_layers = 600
     with StubServer(engine, keep_alive_s=60.0) as server:
         first = None
         if phase == "waiting":
@@ -699,14 +701,12 @@ def test_a_client_that_goes_away_frees_the_engine(codec, is_stream, phase):
             wait_for(lambda: server.get("/status").json()["queue"]["running"])
         sock = open_request(server, is_stream, "mine")
         wait_for(lambda: is_in_phase(server, phase))
-        started = time.monotonic()
         sock.close()
         if first is None:
             wait_for(lambda: server.get("/status").json()["queue"]["running"] is None)
         else:
             wait_for(lambda: server.get("/status").json()["queue"]["waiting"] == [])
             first.close()
-        assert time.monotonic() - started < 3.0  # not 4 s of prompt, not 8 s of answer
         wait_for(lambda: f'requests_cancelled_total{{model_name="stub",phase="{phase}"}} 1.0'
                  in server.get("/metrics").text)  # fmt: skip
         engine.prefill_s = engine.token_s = 0.0
