@@ -665,7 +665,7 @@ def test_keep_alives_as_chunks_or_never(codec):
 
 def test_a_bounded_queue_in_order_that_can_be_seen(codec):
     engine = StubEngine(codec, "word " * 30)
-    engine.token_s = 0.03
+    engine.gate.clear()
     with StubServer(engine, queue=2) as server:
         ended: list[str] = []
 
@@ -682,6 +682,7 @@ def test_a_bounded_queue_in_order_that_can_be_seen(codec):
         assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
         assert int(refused.headers["retry-after"]) <= 120
         assert 'nvmoe_num_requests_waiting{model_name="stub"} 2.0' in server.get("/metrics").text
+        engine.gate.set()
         for thread in threads:
             thread.join(30)
         assert ended == ["a", "b", "c"]
@@ -773,7 +774,7 @@ def test_stopping_ends_open_streams_with_an_error(codec):
         wait_for(lambda: len(server.get("/status").json()["queue"]["waiting"]) == 1)
         server.worker.stop()
         for thread in threads:
-            thread.join(5)
+            thread.join(30)
         refused = server.post("/v1/chat/completions", {"messages": HELLO})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
     for raw in got:
