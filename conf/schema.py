@@ -221,9 +221,7 @@ class ServeConfig:
     keep_alive_s: float = 10.0  # a comment frame this often while a stream is silent; 0 is never
     keep_alive_chunks: bool = False  # as empty chunks, for clients whose watchdogs count only those
     strict_model: bool = True  # false: any model name in a request means this model
-    api_key: str | None = (
-        None  # that requests must send; better in a file or a variable: see api_key_file
-    )
+    api_key: str | None = None  # that requests must send; better in a file, or in NVMOE_API_KEY
     api_key_file: str | None = None  # a file whose first line is the key
     open_metrics: bool = True  # /metrics without the key
     cors_origins: list[str] = field(

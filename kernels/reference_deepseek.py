@@ -192,8 +192,9 @@ def split_mixes(
 
 def _sum(x: Tensor, dim: int) -> Tensor:
     """Return the sum over a short dimension, kept: term by term, the same for one row and for many."""
-    total, *rest = x.split(1, dim)
-    for part in rest:
+    parts = x.split(1, dim)
+    total: Tensor = parts[0]
+    for part in parts[1:]:
         total = total + part
     return total
 

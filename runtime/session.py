@@ -177,7 +177,8 @@ class Session:
         if store is None or not store.is_enabled or self._logits is None or store.has(self.tokens):
             return
         logits = self._logits.to("cpu", copy=True)
-        store.add(Snapshot(tuple(self.tokens), self._state.tensors(), logits), is_saved)
+        tensors = {name: tensor.cpu() for name, tensor in self._state.tensors().items()}
+        store.add(Snapshot(tuple(self.tokens), tensors, logits), is_saved)
 
     def generate(
         self,

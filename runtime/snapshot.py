@@ -133,6 +133,10 @@ class SnapshotStore:
             _, oldest = self._kept.popitem(last=False)
             self._used_nbytes -= oldest.nbytes
 
+    def flush(self, timeout_s: float = 5.0) -> bool:
+        """Wait until all that was to be saved is on the disk; false when it takes longer."""
+        return self._disk is None or self._disk.flush(timeout_s)
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Finish the writes that wait."""
         if self._disk is not None:
@@ -201,19 +205,24 @@ class _Folder:
         except queue.Full:
             log.info("the disk is busy: a snapshot is not saved")
 
+    def flush(self, timeout_s: float) -> bool:
+        jobs = self._jobs
+        with jobs.all_tasks_done:
+            return jobs.all_tasks_done.wait_for(lambda: not jobs.unfinished_tasks, timeout_s)
+
     def close(self, timeout_s: float) -> None:
-        try:
-            self._jobs.put(None, timeout=timeout_s)
-        except queue.Full:
-            return
-        self._thread.join(timeout_s)
+        if self.flush(timeout_s):
+            self._jobs.put(None)
+            self._thread.join(timeout_s)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 self._write(*job)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - a full disk or worse: one copy less, no answer
                 log.warning("a snapshot could not be saved: %s", error)
+            finally:
+                self._jobs.task_done()
 
     def _write(self, key: bytes, snapshot: Snapshot) -> None:
         name = _name(key)
@@ -263,12 +272,16 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> int:
     ).encode()
     partial = path.with_suffix(TEMPORARY)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "wb") as file:
-        for part in (MAGIC, len(head).to_bytes(8, "little"), head, blake3(head).digest(), body):
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with open(descriptor, "wb") as file:
+            for part in (MAGIC, len(head).to_bytes(8, "little"), head, blake3(head).digest(), body):
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)  # a full disk gets its room back
+        raise
     return path.stat().st_size
 
 

@@ -89,6 +89,19 @@ class TextCodec:
         del options
         return PlainParser()
 
+    def call_opening(self, name: str) -> tuple[str, str, str]:
+        """Return how a call begins: before the tool's name, the name, after it; up to the name if that is empty."""
+        raise UserError(
+            f"this model's chat format has no tools: {name!r:.40} cannot be called", "send no tools"
+        )
+
+    def force_call(self, name: str, parser: Parser) -> list[int]:
+        """Begin an answer with a call for the model; return the tokens that the prompt gets at its end."""
+        before, name, after = self.call_opening(name)
+        parser.push(before + name + after)
+        # a name is a person's text: no marker in it is one
+        return self.encode(before) + (self.encode_plain(name) + self.encode(after) if name else [])
+
     @staticmethod
     def plain_parser() -> Parser:
         """Return the parser of text that is no answer to a chat."""
@@ -176,9 +189,11 @@ class TextCodec:
         longest_first = sorted(self.markers, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def decode(self, ids: Sequence[int], shown: Collection[str] = ()) -> str:
-        """Return the text of tokens; of the control tokens only those `shown`, and those that the tokenizer shows."""
-        names = self._shown | {self.markers[name] for name in shown if name in self.markers}
+    def decode(self, ids: Sequence[int], shown: Collection[str] | None = None) -> str:
+        """Return the text of tokens; of the control tokens only those `shown`. None: as the tokenizer flags them."""
+        names: Collection[int] = self._shown
+        if shown is not None:
+            names = {self.markers[name] for name in shown if name in self.markers}
         out: list[str] = []
         run: list[int] = []
         for token in ids:
@@ -307,8 +322,8 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 class StreamDecoder:
     """Tokens in, text out, as soon as no later token can change it."""
 
-    def __init__(self, codec: TextCodec, shown: Collection[str] = ()) -> None:
-        """shown: control tokens that are text here."""
+    def __init__(self, codec: TextCodec, shown: Collection[str] | None = None) -> None:
+        """shown: as for `decode`."""
         self._codec, self._shown = codec, shown
         self._ids: list[int] = []
         self._start = (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import FrameType
 
@@ -29,6 +31,8 @@ from stages.opening import open_engine
 log = logging.getLogger("stages")
 
 STATE_FORMAT = 1  # one more whenever the arithmetic changes what a state holds, or how
+KEY_VARIABLE = "NVMOE_API_KEY"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STOP_S = 5  # an open stream gets its error frame and this long to go
 
 
@@ -39,9 +43,19 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._worker = worker
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while serving; unlike uvicorn's own, do not raise them again: the server stops cleanly."""
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._worker.stop()
-        super().handle_exit(sig, frame)
+        super().handle_exit(sig, frame)  # the second Ctrl-C does not wait for anybody
 
 
 def run(ctx: StageContext) -> None:
@@ -83,6 +97,7 @@ def run(ctx: StageContext) -> None:
             create_app(worker, serve, key),
             log_config=None,
             access_log=False,
+            lifespan="off",
             timeout_graceful_shutdown=STOP_S,
             server_header=False,
         )
@@ -92,11 +107,7 @@ def run(ctx: StageContext) -> None:
             "serving %s at http://%s:%d/v1, a chat page at http://%s:%d/ (Ctrl-C stops)",
             model.served_name, host, port, host, port,
         )  # fmt: skip
-        try:
-            server.run(sockets=[listener])
-        except (KeyboardInterrupt, SystemExit):
-            # uvicorn raises the signal that ended it once more; the server has stopped cleanly
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        server.run(sockets=[listener])
         worker.stop()
         worker.join(STOP_S)
         if worker.failure is not None:
@@ -105,9 +116,10 @@ def run(ctx: StageContext) -> None:
 
 
 def read_key(serve: ServeConfig) -> str | None:
-    """Return the key that requests must send, None for none. Raises UserError."""
+    """Return the key that requests must send, from a file, the config or the environment. Raises UserError."""
     if serve.api_key_file is None:
-        return serve.api_key or None
+        # a secret is no option: in a variable it is in no record of a run
+        return serve.api_key or os.environ.get(KEY_VARIABLE) or None
     path = absolute(serve.api_key_file)
     try:
         lines = path.read_text().split("\n")
@@ -156,7 +168,15 @@ def open_store(cfg: RunConfig, inputs: Mapping[str, Output], engine: Engine) -> 
     folder = absolute(cfg.paths.snapshots) / cfg.model.name / make_key(facts)
     ram_nbytes = int((cfg.snapshots.ram_gib or 0) * GIB)
     disk_nbytes = int(cfg.snapshots.disk_gib * GIB)
-    return SnapshotStore(ram_nbytes, folder if ram_nbytes else None, disk_nbytes)
+    try:
+        return SnapshotStore(ram_nbytes, folder if ram_nbytes else None, disk_nbytes)
+    except OSError as error:
+        log.warning(
+            "conversations will not outlast this server: %s cannot be used (%s); set paths.snapshots=FOLDER, or "
+            "snapshots.disk_gib=0 for none",
+            folder, error.strerror,
+        )  # fmt: skip
+        return SnapshotStore(ram_nbytes)
 
 
 def bind(serve: ServeConfig) -> socket.socket:

@@ -56,6 +56,10 @@ class DeepseekCodec(TextCodec):
             )
         return text
 
+    def call_opening(self, name: str) -> tuple[str, str, str]:
+        """Return the opening tags of a tool block and of its first call."""
+        return deepseek_text.CALL_OPENING, name, '">\n' if name else ""
+
     def parser(self, options: ChatOptions) -> Parser:
         """Return the parser of the mode that was asked for."""
         return AnswerParser(options.thinking)

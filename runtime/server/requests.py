@@ -160,6 +160,9 @@ class ChatRequest(Request):
 
     messages: list[dict[str, Any]]
     options: ChatOptions
+    forced: str | None = (
+        None  # the tool that must be called; "" is any of them; None: the model decides
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,10 +189,12 @@ def parse_chat(raw: bytes, models: ModelIds) -> ChatRequest:
     _refuse_unsupported(data, _CHAT_NEUTRAL)
     body = _validate(ChatBody, data)
     model, thinks = models.resolve(body.model)
+    options = _options(body, thinks, models.can_think)
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     return ChatRequest(
         messages=parse_messages(body.messages),
-        options=_options(body, thinks, models.can_think),
+        options=options,
+        forced=_forced(body.tool_choice, options),
         logprobs=_chat_logprobs(body),
         **_common(body, model, limit_name),
     )
@@ -401,12 +406,9 @@ def _asked_thinking(
 def _tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> tuple[Mapping[str, Any], ...]:
     """Return the tools to offer: none of them where `tool_choice` is none."""
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):
-        raise bad(f"tool_choice {choice!r:.40} is unknown: send none or auto", "tool_choice")
-    if isinstance(choice, Mapping) or choice == "required":
         raise bad(
-            "tool_choice required and named functions cannot be enforced: send auto or none",
+            f"tool_choice {choice!r:.40} is unknown: send none, auto, required or a function",
             "tool_choice",
-            "unsupported",
         )
     for i, tool in enumerate(tools or ()):
         function = tool.get("function")
@@ -422,6 +424,29 @@ def _tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> tuple[Mapp
             )
         check_text(json.dumps(tool, ensure_ascii=False), f"tools[{i}]")
     return () if choice == "none" else tuple(tools or ())
+
+
+def _forced(choice: Any, options: ChatOptions) -> str | None:
+    """Return what `tool_choice` demands. The answer is begun for the model, so it cannot think first."""
+    if choice in (None, "none", "auto"):
+        return None
+    names = [tool["function"]["name"] for tool in options.tools]
+    name: Any = ""
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else choice.get("name")
+        if name not in names:
+            raise bad(f"tool_choice names {name!r:.60}, which is none of the tools", "tool_choice")
+    if not names:
+        raise bad("tool_choice required needs tools", "tool_choice")
+    if options.thinking:
+        raise bad(
+            "a tool cannot be forced while the model thinks: use the plain model id, reasoning_effort none, or "
+            "tool_choice auto",
+            "tool_choice",
+            "unsupported",
+        )
+    return str(name)
 
 
 def _prompt(prompt: str | list[Any]) -> str | tuple[int, ...]:

@@ -28,6 +28,7 @@ from runtime.text import TextCodec
 log = logging.getLogger("server")
 
 KEPT_REQUESTS = 16  # of /status
+PROGRESS_EVERY_S = 10.0  # of a long prompt, in the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,9 @@ class Worker:
             prompt = codec.encode_chat(request.messages, request.options)
             engine.check_prompt(prompt)
             parser = codec.parser(request.options)
+            if request.forced is not None:
+                prompt = prompt + codec.force_call(request.forced, parser)
+                engine.check_prompt(prompt)
             shared = codec.shared_tokens(prompt, request.messages, request.options)
             thinks = request.options.thinking
             return Job(name, request.model, prompt, params, parser, loop, shared, thinks)
@@ -265,10 +269,10 @@ class Worker:
         self.metrics.queued.observe(job.started - job.created)
         tokens: list[TokenStats] = []
         counter = _ReasoningCounter(job.starts_in_reasoning)
-        is_cancelled = job.is_cancelled.is_set
+        watch = _Watch(job, session)
         try:
             for piece in session.generate(
-                job.prompt, job.params, is_cancelled, job.parser, job.shared
+                job.prompt, job.params, watch.is_cancelled, job.parser, job.shared
             ):
                 self._count(job, piece)
                 counter.count(piece)
@@ -337,6 +341,22 @@ class Worker:
             job.name, job.model, prompt, cached, summary.prefill_tok_s, job.count, summary.decode_tok_s,
             (job.first_token - job.created) * 1e3, reason,
         )  # fmt: skip
+
+
+class _Watch:
+    """Asked at every safe point: whether to go on; on the way it tells the log how far a long prompt is."""
+
+    def __init__(self, job: Job, session: Session) -> None:
+        self._job, self._session, self._told = job, session, time.monotonic()
+
+    def is_cancelled(self) -> bool:
+        progress = self._session.progress
+        if progress is not None and time.monotonic() - self._told >= PROGRESS_EVERY_S:
+            self._told = time.monotonic()
+            log.info(
+                "%s reading the prompt: %d of %d tokens", self._job.name, progress.processed, progress.total
+            )  # fmt: skip
+        return self._job.is_cancelled.is_set()
 
 
 class _ReasoningCounter:

@@ -237,6 +237,18 @@ def test_a_client_that_goes_away_frees_the_engine(server: Server, is_stream: boo
     assert int(cancelled[0]) < 150  # the whole answer is longer
 
 
+def test_a_second_signal_waits_for_nobody(tmp_path: Path):
+    server = Server(tmp_path / "outputs")
+    body = {"messages": [{"role": "user", "content": "one two three " * 900}], "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as answer:
+        next(answer.iter_raw())
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(timeout=15) in (0, 130)
+    assert "Traceback" not in server.log.read_text()
+
+
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_cleanly_with_a_stream_open(tmp_path: Path, sig: int):
     server = Server(tmp_path / "outputs")

@@ -97,6 +97,8 @@ class StubEngine:
         self.codec = codec
         self.script = codec.encode(script) if isinstance(script, str) else script
         self.prefill_s = self.token_s = 0.0
+        self.gate = threading.Event()  # decoding waits for it
+        self.gate.set()
         self.fail_at: int | None = None  # token of the answer
         self.error: BaseException = RuntimeError("secret /path")
         self.prompts: list[int] = []  # sizes of what was read
@@ -135,6 +137,7 @@ class StubEngine:
 
     def decode(self, token: int, state: StubState) -> torch.Tensor:
         time.sleep(self.token_s)
+        self.gate.wait(60)
         self.decoded += 1
         state.tokens.append(token)
         if self._told(state) == self.fail_at:

@@ -72,7 +72,9 @@ def test_unknown_fields_are_ignored():
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": [{"function": {"name": ""}}]}, "tools[0].function.name"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required", "reasoning_effort": "low"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "some"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
@@ -268,6 +270,10 @@ def test_tools_are_offered_unless_the_choice_is_none():
         TOOL,
     )
     assert parse(tools=[TOOL], tool_choice="none").options.tools == ()
+    assert parse(tools=[TOOL]).forced is None
+    assert parse(tools=[TOOL], tool_choice="required").forced == ""
+    named = {"type": "function", "function": {"name": "f"}}
+    assert parse(tools=[TOOL], tool_choice=named).forced == "f"
 
 
 def called(call_id: str, arguments: Any = "{}") -> dict[str, Any]:

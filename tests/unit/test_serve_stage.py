@@ -13,12 +13,17 @@ from stages.core import Output
 from stages.serve import open_store, read_key, with_room_for_snapshots
 
 
-def test_the_key_comes_from_a_file_or_from_the_config(tmp_path):
+def test_the_key_comes_from_a_file_the_config_or_the_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("NVMOE_API_KEY", raising=False)
     file = tmp_path / "key"
     file.write_text("s3cret\nnotes\n")
     assert read_key(ServeConfig(api_key_file=str(file), api_key="other")) == "s3cret"
     assert read_key(ServeConfig(api_key="other")) == "other"
     assert read_key(ServeConfig()) is None
+    monkeypatch.setenv("NVMOE_API_KEY", "third")
+    assert read_key(ServeConfig()) == "third"
+    assert read_key(ServeConfig(api_key="other")) == "other"
+    monkeypatch.delenv("NVMOE_API_KEY")
     assert read_key(ServeConfig(api_key="")) is None
     file.write_text("\n")
     with pytest.raises(UserError, match="has no key in its first line"):
@@ -41,6 +46,20 @@ def test_room_for_copies_is_taken_out_of_the_memory_plan(make_config):
         assert found.snapshots.ram_gib == pytest.approx(room)
         assert found.hw.reserve_gib == pytest.approx(before + room)
         assert config.hw.reserve_gib == before
+
+
+def test_a_folder_that_cannot_be_written_costs_the_copies_on_the_disk_alone(
+    make_config, tmp_path, caplog
+):
+    (tmp_path / "file").write_text("in the way")
+    config = make_config(**{"snapshots.ram_gib": 0.01})
+    config.paths.snapshots = str(tmp_path / "file")
+    state = SimpleNamespace(tensors=dict)
+    engine = SimpleNamespace(new_state=lambda: state, prefill_tokens=1, device=torch.device("cpu"))
+    store = open_store(config, {}, engine)
+    assert store.is_enabled
+    assert store.num_saved == 0
+    assert "snapshots.disk_gib=0" in caplog.text
 
 
 def test_whatever_decides_a_states_bytes_decides_where_its_copies_are(make_config, tmp_path):

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -110,7 +109,7 @@ def test_a_restart_finds_what_was_saved(tmp_path):
     store = SnapshotStore(MIB, tmp_path / "key", MIB)
     for tokens in ([1], [1, 2], [1, 2, 3], [7]):
         store.add(make(*tokens), is_saved=tokens != [7])
-        time.sleep(0.05)  # the writer may lag behind and miss some
+        assert store.flush(30)
     settle(store)
     again = SnapshotStore(MIB, tmp_path / "key", MIB)
     assert again.num_saved == 3
@@ -129,12 +128,26 @@ def test_the_disk_is_bounded_and_the_oldest_goes(tmp_path):
     store = SnapshotStore(MIB, tmp_path / "key", int(2.5 * size))
     for token in (1, 2, 3):
         store.add(make(token))
-        time.sleep(0.05)
+        assert store.flush(30)
     settle(store)
     again = SnapshotStore(MIB, tmp_path / "key", int(2.5 * size))
     assert again.saved_nbytes <= 2.5 * size
     assert [again.longest([t]) is not None for t in (1, 2, 3)] == [False, True, True]
     settle(again)
+
+
+def test_a_full_disk_costs_one_copy_and_leaves_nothing(tmp_path, monkeypatch, caplog):
+    store = SnapshotStore(MIB, tmp_path, MIB)
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
+    store.add(make(1))
+    assert store.flush(30)
+    monkeypatch.undo()
+    assert not list(tmp_path.iterdir())
+    assert "No space left" in caplog.text
+    assert store.has([1])
+    store.add(make(2))
+    settle(store)
+    assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 1
 
 
 def test_every_flipped_byte_is_noticed(tmp_path):
@@ -163,7 +176,7 @@ def test_a_damaged_file_is_put_aside_and_a_shorter_one_used(tmp_path, place):
     store = SnapshotStore(MIB, tmp_path, MIB)
     for tokens in ([1], [1, 2]):
         store.add(make(*tokens))
-        time.sleep(0.05)
+        assert store.flush(30)
     settle(store)
     longer = max(tmp_path.glob(f"*{SUFFIX}"), key=lambda p: len(read_snapshot(p).tokens))
     raw = bytearray(longer.read_bytes())

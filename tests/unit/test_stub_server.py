@@ -8,7 +8,6 @@ import json
 import re
 import socket
 import threading
-import time
 from typing import Any
 
 import httpx
@@ -430,6 +429,40 @@ def test_tool_calls_with_the_official_client(server, engine):
     assert server.ask(tools=[TOOL], messages=results).choices[0].message.content == "Sun and rain."
 
 
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("family", ["qwen", "deepseek"])
+def test_a_call_can_be_demanded(tiny_qwen, tmp_path, codec, family, choice):
+    """The answer is begun for the model, which has only the rest to say."""
+    if family == "deepseek":
+        codec = DeepseekCodec(make_released(tiny_qwen, tmp_path, True))
+        whole = DSML_CALL
+    else:
+        whole = call("Rome")
+    rest = whole.partition("weather")[2]
+    if choice == "required":
+        rest = "weather" + rest
+    elif family == "deepseek":
+        rest = rest.removeprefix('">\n')
+    else:
+        rest = rest.removeprefix(">\n")
+    with StubServer(StubEngine(codec, rest)) as server:
+        for is_stream in (False, True):
+            answer = server.ask(tools=[TOOL], tool_choice=choice, stream=is_stream)
+            if is_stream:
+                deltas = [c.choices[0].delta for c in answer]
+                calls = [d.tool_calls[0].function for d in deltas if d.tool_calls]
+                assert calls[0].name == "weather"
+                text = "".join(c.arguments for c in calls)
+            else:
+                assert answer.choices[0].finish_reason == "tool_calls"
+                assert answer.choices[0].message.content is None
+                text = answer.choices[0].message.tool_calls[0].function.arguments
+            assert json.loads(text) == {"city": "Rome"}
+
+
 @pytest.mark.parametrize("fields", [{"tools": [TOOL], "tool_choice": "none"}, {}])
 def test_no_markup_leaves_when_no_tools_are_offered(server, engine, fields):
     engine.script = engine.codec.encode(f"Well.\n\n{call('Rome')}")
@@ -602,16 +635,17 @@ def test_keep_alives_come_by_the_wall_clock(codec):
     engine = StubEngine(codec)
     engine.prefill_s = 1.2
     with StubServer(engine, keep_alive_s=0.1) as server:
-        started, first = time.monotonic(), None
-        raw = b""
+        raw, phases = b"", []
         body = {"messages": HELLO, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body) as answer:
             for piece in answer.iter_raw():
-                first = first or time.monotonic() - started
                 raw += piece
-        assert first is not None
-        assert first < 0.6  # long before the prompt is read
-        assert raw.count(b": keep-alive\n\n") >= 4
+                if len(phases) < 2:
+                    running = server.get("/status").json()["queue"]["running"]
+                    phases.append(running and running["phase"])
+        # the headers and a first chunk long before the prompt is read, then signs of life
+        assert "decode" not in phases
+        assert raw.count(b": keep-alive\n\n") >= 2
         # the official client does not see them
         assert texts(server.ask(stream=True))[1] == "Hello there."
 
@@ -631,7 +665,7 @@ def test_keep_alives_as_chunks_or_never(codec):
 
 def test_a_bounded_queue_in_order_that_can_be_seen(codec):
     engine = StubEngine(codec, "word " * 30)
-    engine.token_s = 0.03
+    engine.gate.clear()
     with StubServer(engine, queue=2) as server:
         ended: list[str] = []
 
@@ -648,6 +682,7 @@ def test_a_bounded_queue_in_order_that_can_be_seen(codec):
         assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
         assert int(refused.headers["retry-after"]) <= 120
         assert 'nvmoe_num_requests_waiting{model_name="stub"} 2.0' in server.get("/metrics").text
+        engine.gate.set()
         for thread in threads:
             thread.join(30)
         assert ended == ["a", "b", "c"]
@@ -656,8 +691,10 @@ def test_a_bounded_queue_in_order_that_can_be_seen(codec):
 @pytest.mark.parametrize("is_stream", [True, False])
 @pytest.mark.parametrize("phase", ["waiting", "prefill", "decode"])
 def test_a_client_that_goes_away_frees_the_engine(codec, is_stream, phase):
+    # alone, the answer or its prompt would take longer than is waited for
     engine = StubEngine(codec, "word " * 400)
-    engine.token_s, engine.prefill_s = 0.02, 4.0 if phase == "prefill" else 0.0
+    engine.token_s, engine.prefill_s = 0.1, 60.0 if phase == "prefill" else 0.0
+    engine.num_layers = 600
     with StubServer(engine, keep_alive_s=60.0) as server:
         first = None
         if phase == "waiting":
@@ -665,14 +702,12 @@ def test_a_client_that_goes_away_frees_the_engine(codec, is_stream, phase):
             wait_for(lambda: server.get("/status").json()["queue"]["running"])
         sock = open_request(server, is_stream, "mine")
         wait_for(lambda: is_in_phase(server, phase))
-        started = time.monotonic()
         sock.close()
         if first is None:
             wait_for(lambda: server.get("/status").json()["queue"]["running"] is None)
         else:
             wait_for(lambda: server.get("/status").json()["queue"]["waiting"] == [])
             first.close()
-        assert time.monotonic() - started < 3.0  # not 4 s of prompt, not 8 s of answer
         wait_for(lambda: f'requests_cancelled_total{{model_name="stub",phase="{phase}"}} 1.0'
                  in server.get("/metrics").text)  # fmt: skip
         engine.prefill_s = engine.token_s = 0.0
@@ -739,7 +774,7 @@ def test_stopping_ends_open_streams_with_an_error(codec):
         wait_for(lambda: len(server.get("/status").json()["queue"]["waiting"]) == 1)
         server.worker.stop()
         for thread in threads:
-            thread.join(5)
+            thread.join(30)
         refused = server.post("/v1/chat/completions", {"messages": HELLO})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
     for raw in got:
@@ -807,6 +842,14 @@ def test_metrics_and_status(server, engine, codec):
     assert status["snapshots"]["in_ram"] >= 1
     assert "Hello" not in json.dumps(status)
     assert server.get("/version").json()["weights"] == "revision-1"
+
+
+def test_a_long_prompt_is_in_the_log(server, engine, caplog, monkeypatch):
+    monkeypatch.setattr("runtime.server.worker.PROGRESS_EVERY_S", 0.05)
+    engine.prefill_s = 0.4
+    with caplog.at_level("INFO", logger="server"):
+        server.ask()
+    assert re.search(r"reading the prompt: \d+ of 10 tokens", caplog.text)
 
 
 def test_the_log_has_one_line_a_request_and_no_text_of_anybody(server, caplog):
