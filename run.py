@@ -23,6 +23,7 @@ FREE_TEXT = (
     "model.path",
     "paths.outputs",
     "paths.artifacts",
+    "paths.hub",
 )  # values that need no quoting
 
 TAKES_VALUE = (  # Hydra's options whose next word is no override

@@ -110,6 +110,10 @@ class ModelConfig:
     revision: str = "???"  # 40 hex digits on the hub; any text for a local folder
     # patterns of the files wanted; one with a slash is of a folder inside the snapshot
     files: list[str] = field(default_factory=lambda: ["*"])
+    # patterns of tensors that are not needed: from the hub, shards of nothing else are not fetched; [] fetches all
+    leave_out: list[str] = field(default_factory=list)
+    files_gib: float | None = None  # of all wanted files, for plans before any is here
+    released: str | None = None  # folder with this model's config.json, for the same purpose
     setup: list[str] = field(
         default_factory=list
     )  # stages that make what an engine opens, in order
@@ -118,6 +122,16 @@ class ModelConfig:
     deltanet: Deltanet = Deltanet.bf16
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+@dataclass
+class HubConfig:
+    """How files come from the hub. HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE are read as by other tools."""
+
+    files_at_once: int = 4  # files in flight; their bytes share the line
+    stall_s: float = 30.0  # without bytes for this long a connection is closed and made anew
+    retries: int = 8  # in a row without progress, with growing pauses; then an error
+    line_mbit_s: float = 100.0  # the line that dry_run and plan reckon with
 
 
 @dataclass
@@ -207,6 +221,9 @@ class PathsConfig:
     artifacts: str = (
         "${paths.outputs}/artifacts"  # what the set-up stages make; put it on the fastest drive
     )
+    hub: str | None = (
+        None  # files of the hub, laid out as its cache is; null: the folder that HF_HUB_CACHE or HF_HOME names
+    )
 
 
 @dataclass
@@ -249,6 +266,7 @@ class RunConfig:
     drafts: DraftsConfig = field(default_factory=DraftsConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
     spot_check: SpotCheckConfig = field(default_factory=SpotCheckConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
@@ -310,6 +328,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "bench.warmup_tokens": (0, 2**20),
     "bench.repeats": (1, 1000),
     "bench.prompt_length": (1, 2**20),
+    "model.files_gib": (0, 1e9),
+    "hub.files_at_once": (1, 64),
+    "hub.stall_s": (0.1, 3600),
+    "hub.retries": (0, 1000),
+    "hub.line_mbit_s": (0.001, 1e7),
     "serve.port": (0, 65535),
     "serve.queue": (0, 10000),
     "serve.keep_alive_s": (0, 3600),
@@ -397,6 +420,8 @@ def _range_faults(run: RunConfig) -> Iterable[str]:
     threads = run.hw.drive.window * run.hw.drive.pieces
     if threads > 256:
         yield f"hw.drive.window x hw.drive.pieces makes {threads} reader threads, at most 256"
+    if run.model.source is Source.hub and not run.model.repo:
+        yield "model.source=hub needs model.repo, as ORG/NAME on the hub"
     if run.hw.device not in ("auto", "cpu", "cuda"):
         yield f"hw.device {run.hw.device!r} is unknown: {nearest(run.hw.device, ('auto', 'cpu', 'cuda'))}"
     if run.spot_check.experts != "all" and not run.spot_check.experts.isdecimal():
