@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = (
-    "synthetic", "download", "repack", "spot_check", "residents", "verify", "bench", "chat", "serve",
+    "synthetic", "download", "repack", "spot_check", "residents", "verify", "bench", "chat", "serve", "plan",
 )  # fmt: skip
 
 
@@ -147,6 +147,15 @@ class DriveConfig:
 
 
 @dataclass
+class RatesConfig:
+    """How fast the machine is, for plans; null: what stages=[doctor] measured on this machine."""
+
+    drive_gib_s: float | None = None  # whole experts, random, direct
+    pcie_gib_s: float | None = None  # copies from pinned RAM to the GPU
+    memory_gib_s: float | None = None  # reading where it is computed: the GPU's memory, or RAM
+
+
+@dataclass
 class HwConfig:
     """The machine, or the part of it that may be used."""
 
@@ -167,6 +176,7 @@ class HwConfig:
     pin_threads: bool = True  # with a GPU: decoding on one fast core, reader threads on the others
     compute_threads: int = 0  # threads of CPU arithmetic; 0: all cores but one, at most 8
     drive: DriveConfig = field(default_factory=DriveConfig)
+    rates: RatesConfig = field(default_factory=RatesConfig)
 
 
 @dataclass
@@ -306,6 +316,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "hw.drive.piece_kib": (4, 2**20),
     "hw.drive.simulate_gib_s": (0, 1000),
     "hw.drive.simulate_latency_us": (0, 1e6),
+    "hw.rates.drive_gib_s": (0.001, 1e6),
+    "hw.rates.pcie_gib_s": (0.001, 1e6),
+    "hw.rates.memory_gib_s": (0.001, 1e6),
     "hw.ram_gib": (0.0625, 2**20),
     "hw.vram_gib": (0.25, 2**20),
     "hw.reserve_gib": (0, 2**20),

@@ -659,11 +659,11 @@ def _sizes(
     state = 2 * spec.num_layers * spec.window * spec.head_dim
     state += 2 * entries * (spec.head_dim + spec.index_dim)
     embedding = nbytes.pop("embed.weight") // (1 if has_gpu else 2)
-    if has_gpu:  # the head is read in place
-        embedding += nbytes.pop("head.weight")
+    head = nbytes.pop("head.weight") if has_gpu else 0  # read in place
     return ModelSizes(
         residents_nbytes=sum(nbytes.values()) + drafts,
-        embedding_nbytes=embedding,
+        embedding_nbytes=embedding + head,
+        host_read_nbytes=head,
         state_nbytes=state,
         scratch=_scratch(spec, tokens),
         record_nbytes=record_nbytes,
