@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 STAGES = (
     "synthetic", "download", "repack", "spot_check", "residents", "verify", "bench", "chat", "serve", "plan",
+    "doctor",
 )  # fmt: skip
 
 
@@ -266,6 +267,17 @@ class BenchConfig:
 
 
 @dataclass
+class DoctorConfig:
+    """How long `doctor` measures the drive."""
+
+    each_s: float = 0.8  # for each window and number of pieces
+    sustained_s: float = 20.0  # with the best of them, to see a drive that throttles
+    probe_gib: float = (
+        1.0  # of a file that is made and deleted, while the model has none of its own
+    )
+
+
+@dataclass
 class RunConfig:
     """Everything that one run is told."""
 
@@ -280,6 +292,7 @@ class RunConfig:
     spot_check: SpotCheckConfig = field(default_factory=SpotCheckConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    doctor: DoctorConfig = field(default_factory=DoctorConfig)
     stages: list[str] = field(
         default_factory=lambda: ["serve"]
     )  # what to run; set-up stages run first where needed
@@ -337,6 +350,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.synthetic.disk_gib": (0.001, 2**20),
     "model.synthetic.ngram_rows": (1, 2**40),
     "model.synthetic.skew": (0, 4),
+    "doctor.each_s": (0.01, 3),
+    "doctor.sustained_s": (0, 60),
+    "doctor.probe_gib": (0.001, 64),
     "bench.tokens": (1, 2**20),
     "bench.warmup_tokens": (0, 2**20),
     "bench.repeats": (1, 1000),
