@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
 import random
 import re
@@ -15,11 +16,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 
 from conf.schema import DirectIo, DriveConfig
 from runtime.experts.arena import HostArena
 from runtime.experts.layout import Span
 from runtime.experts.reader import DirectReader
+from runtime.experts.schedule import ReadJob
 from runtime.units import GIB, PAGE_NBYTES, align_down, align_up
 
 NETWORK = (
@@ -202,15 +205,22 @@ def measure_rate(
     ahead = 2 * config.window  # so that no thread waits for us
     arena = HostArena(ahead, align_up(record_nbytes))
     reader = DirectReader(files, config)
+    done: SimpleQueue[ReadJob] = SimpleQueue()
     each: list[float] = []
     nbytes = in_second = 0
+
+    def submit(number: int, row: int) -> None:
+        span = spans[number % len(spans)]
+        reader.submit(row, [span], arena.view(row), on_done=done.put)
+
     try:
         started = second = time.perf_counter()
-        jobs = [reader.submit(n, [spans[n % len(spans)]], arena.view(n)) for n in range(ahead)]
-        number = ahead
-        while True:
-            row = number % ahead
-            reader.wait(jobs[row])
+        for number in range(ahead):
+            submit(number, number)
+        for number in itertools.count(ahead):
+            job = done.get()
+            if job.error is not None:
+                raise job.error
             nbytes += arena.row_nbytes
             in_second += arena.row_nbytes
             now = time.perf_counter()
@@ -219,8 +229,8 @@ def measure_rate(
                 second, in_second = now, 0
             if now - started >= duration_s:
                 break
-            jobs[row] = reader.submit(number, [spans[number % len(spans)]], arena.view(row))
-            number += 1
+            assert isinstance(job.key, int)
+            submit(number, job.key)
         rate = nbytes / (now - started) / GIB
     finally:
         reader.close()

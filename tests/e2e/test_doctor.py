@@ -12,7 +12,7 @@ from runtime import drives, hardware
 from runtime.drives import DriveRate, Mount
 from runtime.errors import UserError
 from runtime.units import GIB
-from stages import doctor
+from stages import doctor, opening
 from stages.core import Runner
 from stages.doctor import Report
 
@@ -196,3 +196,18 @@ def test_memory_that_does_not_suffice(make_config, monkeypatch):
     cfg.hw = replace(cfg.hw, ram_gib=14.0)  # room for residents, not for one token's experts
     doctor.check_fit(report, cfg, sizes, has_gpu=False)
     assert rows(report)["model: expert cache"][0] == "warn"
+
+
+@pytest.mark.parametrize(
+    ("mount", "said"),
+    [
+        (Mount("/", "9p", "C:"), "network or foreign"),
+        (Mount("/", "tmpfs", "tmpfs"), "take RAM"),
+        (Mount("/", "ext4", "x"), ""),
+    ],
+)
+def test_a_slow_place_is_named_when_an_engine_starts(tmp_path, monkeypatch, caplog, mount, said):
+    monkeypatch.setattr(opening, "find_mount", lambda _path: mount)
+    opening.warn_of_slow_place(tmp_path)
+    assert said in caplog.text
+    assert bool(caplog.text) == bool(said)

@@ -1,6 +1,6 @@
 """Downloads from a stand-in of the hub that stalls, cuts, refuses, lies and moves: nothing is lost or wrong after it.
 
-With -rP each fault prints a line: what was injected, what the user was told, and what became of the bytes.
+A run of these tests ends with a table: what was injected, what the user was told, what became of the bytes.
 """
 
 from __future__ import annotations
@@ -236,12 +236,17 @@ def test_a_model_of_the_hub_becomes_the_same_pack(tiny_qwen, tmp_path, make_conf
 # ---- revisions -------------------------------------------------------------------------------------------------------
 
 
-def test_main_moves_in_the_middle_and_all_files_are_of_one_commit(machine, hub):
+def test_main_moves_in_the_middle_and_all_files_are_of_one_commit(machine, hub, fault_row):
     hub.commits[NEXT_COMMIT] = make_files(seed=1)
     hub.faults["model-00001-of-00004.safetensors"].append(Fault("move"))
     files = machine.download(**{"model.revision": "main"})
     assert hub.main == NEXT_COMMIT
     assert files == wanted(hub, COMMIT)
+    fault_row(
+        "main moves while files are fetched",
+        "the commit that main was",
+        "all files are of that one commit",
+    )
     assert machine.runner(**{"model.revision": "main"}).find("download").facts["commit"] == COMMIT
 
 
@@ -379,7 +384,7 @@ def test_a_cache_that_may_only_be_read(machine, hub):
 # ---- stopped, and two at once ----------------------------------------------------------------------------------------
 
 
-def test_a_killed_download_goes_on_where_it_was(hub, tmp_path):
+def test_a_killed_download_goes_on_where_it_was(hub, tmp_path, fault_row):
     """SIGKILL with a shard half here; the next run asks for the rest of it, and for no finished file again."""
     hub.faults[BIG].append(Fault("stall", share=0.6))
     env = {
@@ -413,9 +418,14 @@ def test_a_killed_download_goes_on_where_it_was(hub, tmp_path):
     assert f"bytes={have}-" in hub.served(BIG)[0]
     assert not finished & {name for name, _ in hub.requests}
     assert blob.read_bytes() == hub.commits[COMMIT][BIG]
+    fault_row(
+        "kill -9 with a shard 60 % here",
+        "nothing: the process is gone",
+        f"goes on at byte {have:,}, no file again",
+    )
 
 
-def test_two_runs_at_once_share_the_work(machine, hub):
+def test_two_runs_at_once_share_the_work(machine, hub, fault_row):
     """Two projects with one cache: each file is fetched once, both end with the right bytes."""
     hub.faults[BIG].append(Fault("stall", share=0.5))
     results: dict[str, object] = {}
@@ -435,6 +445,11 @@ def test_two_runs_at_once_share_the_work(machine, hub):
     starts = [name for name, span in hub.requests if span and span.startswith("bytes=0-")]
     assert len(starts) == len(set(starts))
     assert not list(machine.cache.rglob(f"*{INCOMPLETE}"))
+    fault_row(
+        "two runs at once, one stalls",
+        "the other waits for the file",
+        "each file once, both runs end well",
+    )
 
 
 # ---- the table of faults ---------------------------------------------------------------------------------------------
@@ -480,11 +495,13 @@ def told(caplog) -> str:
 
 
 @pytest.mark.parametrize(("what", "name", "faults"), RETRIED, ids=name_of)
-def test_a_fault_that_is_ridden_out(machine, hub, caplog, what, name, faults):
+def test_a_fault_that_is_ridden_out(machine, hub, caplog, fault_row, what, name, faults):
     hub.faults[name].extend(faults)
     assert machine.download() == wanted(hub), "every byte is right"
     assert told(caplog), "the user is told"
-    print(f"FAULT | {what} | {told(caplog)} | all bytes right, {len(hub.served(name))} requests")
+    fault_row(
+        what, told(caplog), f"all bytes right after {len(hub.served(name))} requests for the file"
+    )
     assert not list(machine.cache.rglob(f"*{INCOMPLETE}"))
 
 
@@ -507,7 +524,7 @@ def test_a_cut_file_is_continued_and_not_begun_again(machine, hub):
 
 
 @pytest.mark.parametrize(("what", "name", "fault", "said"), REFUSED, ids=name_of)
-def test_a_fault_that_lasts(machine, hub, caplog, what, name, fault, said):
+def test_a_fault_that_lasts(machine, hub, fault_row, what, name, fault, said):
     """One clear sentence; everything else is kept; the same command ends well when the fault is gone."""
     hub.always[name] = fault
     with pytest.raises(UserError) as caught:
@@ -521,7 +538,7 @@ def test_a_fault_that_lasts(machine, hub, caplog, what, name, fault, said):
     hub.requests.clear()
     assert machine.download() == wanted(hub)
     assert not kept & {n for n, _ in hub.requests}, "what was finished is not fetched again"
-    print(f"FAULT | {what} | {caught.value.message} | kept, and whole after the same command again")
+    fault_row(what, caught.value.message, "the rest is kept; the same command again ends well")
 
 
 def test_nobody_answers(machine, hub, monkeypatch):
