@@ -18,14 +18,17 @@ NVFP4_LIMIT = 5e-6  # of the relative error: fp32 sums in another order
 MXFP4_LIMIT = 2e-3  # bf16 results, and an exp that differs in its last bit
 
 
-def expert_error(family: str, spec: Any) -> tuple[str, float, float]:
-    """Return (kernel, relative error, limit) of one random expert, from pinned RAM and from VRAM: the larger error."""
+def expert_error(family: str, spec: Any, device: str = "cuda") -> tuple[str, float, float]:
+    """Return (kernel, relative error, limit) of one random expert: the larger error of reading it in RAM and in VRAM.
+
+    device: `cpu` for kernels that run in Triton's interpreter.
+    """
     if family == "qwen":
-        return "nvfp4_experts", _nvfp4(spec.hidden, spec.intermediate), NVFP4_LIMIT
-    return "mxfp4_experts", _mxfp4(spec.hidden, spec.intermediate), MXFP4_LIMIT
+        return "nvfp4_experts", _nvfp4(spec.hidden, spec.intermediate, device), NVFP4_LIMIT
+    return "mxfp4_experts", _mxfp4(spec.hidden, spec.intermediate, device), MXFP4_LIMIT
 
 
-def _nvfp4(hidden: int, intermediate: int) -> float:
+def _nvfp4(hidden: int, intermediate: int, device: str) -> float:
     from kernels.nvfp4_expert import nvfp4_experts
 
     shape = Nvfp4Shape(hidden, intermediate)
@@ -38,23 +41,25 @@ def _nvfp4(hidden: int, intermediate: int) -> float:
     scales = (0.5 + torch.rand(1, 3, generator=generator)) * 1e-4
     x = torch.randn(1, hidden, generator=generator).bfloat16()
     wanted = reference.nvfp4_swiglu_expert(x, arena.rows[0], scales[0], intermediate)[0]
-    slot = arena.rows.cuda()
+    slot = arena.rows.to(device, copy=True)
     errors = []
-    arena.pin()
+    if device == "cuda":
+        arena.pin()
     try:
         for record in (arena.rows[0], slot[0]):
-            out = torch.full((1, hidden), float("nan"), device="cuda")
-            inner = torch.full((1, intermediate), float("nan"), device="cuda")
-            table = torch.tensor([record.data_ptr()], device="cuda")
-            nvfp4_experts(x.cuda(), table, scales.cuda(), inner, out)
+            out = torch.full((1, hidden), float("nan"), device=device)
+            inner = torch.full((1, intermediate), float("nan"), device=device)
+            table = torch.tensor([record.data_ptr()], device=device)
+            nvfp4_experts(x.to(device), table, scales.to(device), inner, out)
             errors.append(_error(out[0], wanted))
     finally:
-        torch.cuda.synchronize()
+        if device == "cuda":
+            torch.cuda.synchronize()
         arena.close()
     return max(errors)
 
 
-def _mxfp4(hidden: int, intermediate: int) -> float:
+def _mxfp4(hidden: int, intermediate: int, device: str) -> float:
     from kernels.deepseek_linear import act_round
     from kernels.mxfp4_expert import mxfp4_experts
 
@@ -77,21 +82,23 @@ def _mxfp4(hidden: int, intermediate: int) -> float:
     x = torch.randn(1, hidden, generator=generator).bfloat16()
     weight = torch.tensor([0.7])
     wanted = reference_deepseek.swiglu_expert(x, gate, up, down, 10.0, weight.view(1, 1))[0]
-    slot = arena.rows.cuda()
+    slot = arena.rows.to(device, copy=True)
     errors = []
-    arena.pin()
+    if device == "cuda":
+        arena.pin()
     try:
         for found in (record, slot[0]):
             start = found.data_ptr()
-            table = torch.tensor([[start, start + codes_nbytes]], device="cuda")
-            rounded = torch.empty(hidden, dtype=torch.bfloat16, device="cuda")
-            inner = torch.empty(1, intermediate, dtype=torch.bfloat16, device="cuda")
-            out = torch.full((1, hidden), float("nan"), dtype=torch.bfloat16, device="cuda")
-            act_round(x.cuda(), rounded)
-            mxfp4_experts(rounded, table, weight.cuda(), inner, out, 10.0)
+            table = torch.tensor([[start, start + codes_nbytes]], device=device)
+            rounded = torch.empty(hidden, dtype=torch.bfloat16, device=device)
+            inner = torch.empty(1, intermediate, dtype=torch.bfloat16, device=device)
+            out = torch.full((1, hidden), float("nan"), dtype=torch.bfloat16, device=device)
+            act_round(x.to(device), rounded)
+            mxfp4_experts(rounded, table, weight.to(device), inner, out, 10.0)
             errors.append(_error(out[0], wanted))
     finally:
-        torch.cuda.synchronize()
+        if device == "cuda":
+            torch.cuda.synchronize()
         arena.close()
     return max(errors)
 

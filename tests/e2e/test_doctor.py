@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from tiny_setup import make_runner
@@ -211,3 +212,31 @@ def test_a_slow_place_is_named_when_an_engine_starts(tmp_path, monkeypatch, capl
     opening.warn_of_slow_place(tmp_path)
     assert said in caplog.text
     assert bool(caplog.text) == bool(said)
+
+
+@pytest.mark.parametrize("family", ["qwen", "deepseek"])
+def test_the_kernel_check_passes_a_right_kernel_and_no_other(family, monkeypatch):
+    """In Triton's interpreter, or on the GPU where there is one."""
+    import torch
+
+    from kernels import mxfp4_expert, nvfp4_expert
+    from stages.doctor_kernels import expert_error
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    spec = SimpleNamespace(hidden=256, intermediate=96)
+    name, error, limit = expert_error(family, spec, device)
+    assert error <= limit
+    module = nvfp4_expert if family == "qwen" else mxfp4_expert
+    real = getattr(module, name)
+
+    def wrong(x, table, *rest, **more):
+        return real(x * 1.01, table, *rest, **more)
+
+    monkeypatch.setattr(module, name, wrong)
+    assert expert_error(family, spec, device)[1] > limit
+
+    def nothing(*_args, **_more) -> None:
+        """Leaves what stood there: NaN."""
+
+    monkeypatch.setattr(module, name, nothing)
+    assert expert_error(family, spec, device)[1] == float("inf")
