@@ -26,6 +26,7 @@ FREE_TEXT = (
     "paths.snapshots",
     "serve.api_key",
     "serve.api_key_file",
+    "paths.hub",
 )  # values that need no quoting
 
 TAKES_VALUE = (  # Hydra's options whose next word is no override
@@ -122,7 +123,7 @@ def _as_usage_error(error: Exception) -> Exception:
 
 def run_stages(cfg: object, run_dir: Path) -> None:
     """Run (or, with dry_run, explain) what a checked config asks for."""
-    from conf.schema import RunConfig
+    from conf.schema import RunConfig, Source
     from stages.core import Runner
 
     assert isinstance(cfg, RunConfig)
@@ -130,6 +131,11 @@ def run_stages(cfg: object, run_dir: Path) -> None:
     if cfg.dry_run:
         for name, decision in runner.explain(cfg.stages):
             print(f"{name}: {decision}")
+        if cfg.model.source is not Source.bundled:
+            from stages.disk_report import fetch_line, format_disk
+
+            rooms = runner.expected_disk(cfg.stages)
+            print(format_disk(rooms, fetch_line(cfg, rooms)))
         return
     runner.run(cfg.stages)
 

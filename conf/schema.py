@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = (
-    "synthetic", "download", "repack", "spot_check", "residents", "verify", "bench", "chat", "serve",
+    "synthetic", "download", "repack", "spot_check", "residents", "verify", "bench", "chat", "serve", "plan",
+    "doctor",
 )  # fmt: skip
 
 
@@ -125,6 +126,10 @@ class ModelConfig:
     revision: str = "???"  # 40 hex digits on the hub; any text for a local folder
     # patterns of the files wanted; one with a slash is of a folder inside the snapshot
     files: list[str] = field(default_factory=lambda: ["*"])
+    # patterns of tensors that are not needed: from the hub, shards of nothing else are not fetched; [] fetches all
+    leave_out: list[str] = field(default_factory=list)
+    files_gib: float | None = None  # of all wanted files, for plans before any is here
+    released: str | None = None  # folder with this model's config.json, for the same purpose
     setup: list[str] = field(
         default_factory=list
     )  # stages that make what an engine opens, in order
@@ -133,6 +138,16 @@ class ModelConfig:
     deltanet: Deltanet = Deltanet.bf16
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+@dataclass
+class HubConfig:
+    """How files come from the hub. HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE are read as by other tools."""
+
+    files_at_once: int = 4  # files in flight; their bytes share the line
+    stall_s: float = 30.0  # without bytes for this long a connection is closed and made anew
+    retries: int = 8  # in a row without progress, with growing pauses; then an error
+    line_mbit_s: float = 100.0  # the line that dry_run and plan reckon with
 
 
 @dataclass
@@ -145,6 +160,15 @@ class DriveConfig:
     piece_kib: int = 128  # but none smaller than this: below, a request costs more than its bytes
     simulate_gib_s: float = 0.0  # pretend the drive gives this many GiB/s; 0 is the real drive
     simulate_latency_us: float = 0.0  # and adds this much to every read
+
+
+@dataclass
+class RatesConfig:
+    """How fast the machine is, for plans; null: what stages=[doctor] measured on this machine."""
+
+    drive_gib_s: float | None = None  # whole experts, random, direct
+    pcie_gib_s: float | None = None  # copies from pinned RAM to the GPU
+    memory_gib_s: float | None = None  # reading where it is computed: the GPU's memory, or RAM
 
 
 @dataclass
@@ -168,6 +192,7 @@ class HwConfig:
     pin_threads: bool = True  # with a GPU: decoding on one fast core, reader threads on the others
     compute_threads: int = 0  # threads of CPU arithmetic; 0: all cores but one, at most 8
     drive: DriveConfig = field(default_factory=DriveConfig)
+    rates: RatesConfig = field(default_factory=RatesConfig)
 
 
 @dataclass
@@ -182,6 +207,7 @@ class CacheConfig:
     )
     sweep_experts: int = 32  # experts read ahead while a prompt goes through a layer
     table_rows: int = 65536  # rows of n-gram tables kept in RAM
+    verify: bool = False  # compare each expert with its recorded checksum the first time it is read
 
 
 @dataclass
@@ -248,6 +274,9 @@ class PathsConfig:
     artifacts: str = (
         "${paths.outputs}/artifacts"  # what the set-up stages make; put it on the fastest drive
     )
+    hub: str | None = (
+        None  # files of the hub, laid out as its cache is; null: the folder that HF_HUB_CACHE or HF_HOME names
+    )
 
 
 @dataclass
@@ -280,6 +309,17 @@ class BenchConfig:
 
 
 @dataclass
+class DoctorConfig:
+    """How long `doctor` measures the drive."""
+
+    each_s: float = 0.8  # for each window and number of pieces
+    sustained_s: float = 20.0  # with the best of them, to see a drive that throttles
+    probe_gib: float = (
+        1.0  # of a file that is made and deleted, while the model has none of its own
+    )
+
+
+@dataclass
 class RunConfig:
     """Everything that one run is told."""
 
@@ -292,9 +332,11 @@ class RunConfig:
     serve: ServeConfig = field(default_factory=ServeConfig)
     snapshots: SnapshotsConfig = field(default_factory=SnapshotsConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
     spot_check: SpotCheckConfig = field(default_factory=SpotCheckConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    doctor: DoctorConfig = field(default_factory=DoctorConfig)
     stages: list[str] = field(
         default_factory=lambda: ["serve"]
     )  # what to run; set-up stages run first where needed
@@ -331,6 +373,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "hw.drive.piece_kib": (4, 2**20),
     "hw.drive.simulate_gib_s": (0, 1000),
     "hw.drive.simulate_latency_us": (0, 1e6),
+    "hw.rates.drive_gib_s": (0.001, 1e6),
+    "hw.rates.pcie_gib_s": (0.001, 1e6),
+    "hw.rates.memory_gib_s": (0.001, 1e6),
     "hw.ram_gib": (0.0625, 2**20),
     "hw.vram_gib": (0.25, 2**20),
     "hw.reserve_gib": (0, 2**20),
@@ -349,10 +394,18 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.synthetic.disk_gib": (0.001, 2**20),
     "model.synthetic.ngram_rows": (1, 2**40),
     "model.synthetic.skew": (0, 4),
+    "doctor.each_s": (0.01, 3),
+    "doctor.sustained_s": (0, 60),
+    "doctor.probe_gib": (0.001, 64),
     "bench.tokens": (1, 2**20),
     "bench.warmup_tokens": (0, 2**20),
     "bench.repeats": (1, 1000),
     "bench.prompt_length": (1, 2**20),
+    "model.files_gib": (0, 1e9),
+    "hub.files_at_once": (1, 64),
+    "hub.stall_s": (0.1, 3600),
+    "hub.retries": (0, 1000),
+    "hub.line_mbit_s": (0.001, 1e7),
     "serve.port": (0, 65535),
     "serve.queue": (0, 10000),
     "serve.keep_alive_s": (0, 3600),
@@ -443,6 +496,8 @@ def _range_faults(run: RunConfig) -> Iterable[str]:
     threads = run.hw.drive.window * run.hw.drive.pieces
     if threads > 256:
         yield f"hw.drive.window x hw.drive.pieces makes {threads} reader threads, at most 256"
+    if run.model.source is Source.hub and not run.model.repo:
+        yield "model.source=hub needs model.repo, as ORG/NAME on the hub"
     if run.hw.device not in ("auto", "cpu", "cuda"):
         yield f"hw.device {run.hw.device!r} is unknown: {nearest(run.hw.device, ('auto', 'cpu', 'cuda'))}"
     if run.spot_check.experts != "all" and not run.spot_check.experts.isdecimal():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.errors import ContextLengthError, UserError
+from runtime.errors import ContextLengthError, DeviceError, UserError, VerificationError
 
 RETRY_AFTER_S = 2  # clients wait this long after 429 and after 503 while loading; above 120 they give up at once
 
@@ -56,6 +56,8 @@ class ApiError(Exception):
             sizes = {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context_tokens}
             message = f"{error.message} Please reduce the length of the messages."
             return cls(400, message, "context_length_exceeded", "messages", **sizes)
+        if isinstance(error, (DeviceError, VerificationError)):  # the request is not to blame
+            return cls(500, error.message, "device_error")
         if isinstance(error, UserError):
             message = f"{error.message}; {error.hint}" if error.hint else error.message
             return cls(400, message, "invalid_request")
