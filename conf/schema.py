@@ -259,6 +259,8 @@ class RunConfig:
         default_factory=list
     )  # stages to run again; true also lets serve start on a red verify
     dry_run: bool = False  # only say what would run, and why
+    # in a sweep: bench, chat and verify run one at a time on a machine, whatever launcher starts them
+    measure_alone: bool = True
     prompt: str | None = None  # for stages=[chat]
     system: str | None = None  # system message for stages=[chat]
     thinking: bool = False  # for stages=[chat]: reason before the answer, where the model can
