@@ -259,6 +259,9 @@ class RunConfig:
         default_factory=list
     )  # stages to run again; true also lets serve start on a red verify
     dry_run: bool = False  # only say what would run, and why
+    record: bool = (
+        False  # bench, chat and serve write every route to routes.bin in the run's folder
+    )
     # in a sweep: bench, chat and verify run one at a time on a machine, whatever launcher starts them
     measure_alone: bool = True
     prompt: str | None = None  # for stages=[chat]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from conf.schema import RunConfig
@@ -9,6 +10,10 @@ from runtime.engine import Engine, EngineFiles
 from runtime.errors import VerificationError
 from stages.core import Output, Runner
 from stages.download import snapshot_of
+
+log = logging.getLogger("stages")
+
+ROUTES_NAME = "routes.bin"  # in the folder of the run, with record=true
 
 
 def engine_files(inputs: Mapping[str, Output]) -> EngineFiles:
@@ -29,4 +34,13 @@ def open_engine(cfg: RunConfig, inputs: Mapping[str, Output], runner: Runner) ->
             f"verify found wrong numbers on this machine: {', '.join(verified.facts['red'])}",
             "run stages=[verify] force=[verify] to see the table again, or force=true to go on all the same",
         )
-    return Engine.open(cfg, engine_files(inputs))
+    engine = Engine.open(cfg, engine_files(inputs))
+    if cfg.record and runner.run_dir is not None:
+        path = runner.run_dir / ROUTES_NAME
+        try:
+            engine.record_routes(path)
+        except BaseException:
+            engine.close()
+            raise
+        log.info("recording routes: %s", path)
+    return engine

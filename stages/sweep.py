@@ -122,12 +122,15 @@ def run_point(cfg: DictConfig, folder: Path, overrides: list[str]) -> float:
         log.info("skip: %s is done%s", " ".join(overrides), _other_commit(done))
         return done.token_ms
     started = time.time()
-    error, exit_code = None, 0
+    error, exit_code, duration_s = None, 0, 0.0
     try:
         config = load(cfg)
         with _turn(config):
             started = time.time()
-            run_stages(config, folder)
+            try:
+                run_stages(config, folder)
+            finally:
+                duration_s = time.time() - started
     except (ConfigError, UserError) as expected:
         error, exit_code = str(expected).partition("\n")[0], report(expected)
     except BrokenPipeError:
@@ -148,7 +151,7 @@ def run_point(cfg: DictConfig, folder: Path, overrides: list[str]) -> float:
         machine=machine(folder) | {"gpu": _gpu_name(), "ray_node": _ray_node()},
         versions=versions(),
         started=started,
-        duration_s=round(time.time() - started, 3),
+        duration_s=round(duration_s, 3),
     )
     write_atomically(path, point.to_json())
     return point.token_ms

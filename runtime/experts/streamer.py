@@ -19,6 +19,7 @@ from runtime.experts.arena import HostArena
 from runtime.experts.cache import ExpertCache
 from runtime.experts.layout import ExpertKey, ExpertLayout
 from runtime.experts.reader import DirectReader
+from runtime.experts.routes import RouteListener
 from runtime.experts.schedule import ReadJob
 from runtime.stats import ExpertCounters
 
@@ -66,6 +67,11 @@ class ExpertSource(Protocol):
         """Make the records readable by the GPU where they are. Once, before the first fetch."""
 
     def close(self) -> None: ...
+
+
+def as_list(guesses: Iterable[int]) -> list[int]:
+    """Return guesses that can be gone through twice, with their scores if they have some."""
+    return guesses if isinstance(guesses, list) else list(guesses)
 
 
 def one_by_one(waves: Iterator[Wave]) -> Iterator[tuple[int, Tensor]]:
@@ -122,6 +128,7 @@ class ExpertStreamer:
         self._ahead: list[ExpertKey] = []  # by `ahead` since that call
         self._ahead_before: list[ExpertKey] = []  # by `ahead` before it
         self._staged: list[ReadJob] = []  # reads into staging rows by the sweep in progress
+        self.listener: RouteListener | None = None
 
     @property
     def arena_nbytes(self) -> int:
@@ -139,6 +146,8 @@ class ExpertStreamer:
         self._arena.pin()
 
     def forget(self) -> None:
+        if self.listener is not None:
+            self.listener.forgot()
         self._release_all()
         self._judge_guesses(())
         while self._jobs:
@@ -154,6 +163,8 @@ class ExpertStreamer:
 
     def waves(self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()) -> Iterator[Wave]:
         # what stands before the first wave keeps the GPU waiting
+        if self.listener is not None:
+            self.listener.decoded(layer, ids, guesses := as_list(guesses))
         all_keys = self._keys[layer]
         keys = [all_keys[expert] for expert in ids]
         self._settle()
@@ -294,6 +305,8 @@ class ExpertStreamer:
     def sweep(self, layer: int, ids: Sequence[int], hold: int = 1) -> Iterator[tuple[int, Tensor]]:
         if not 1 <= hold <= self.max_hold:
             raise ValueError(f"hold must be 1 to {self.max_hold}, got {hold}")
+        if self.listener is not None:
+            self.listener.swept(layer, ids)
         self._settle()
         self._judge_guesses(())
         pinned = self._open_pins()
