@@ -225,7 +225,14 @@ class Engine:
             config.hw.reserve_gib,
         )
         has_gpu = device.type == "cuda"
-        plan = plan_memory(sizes, limit, config.cache.ram_gib, config.cache.sweep_experts, has_gpu)
+        plan = plan_memory(
+            sizes,
+            limit,
+            config.cache.ram_gib,
+            config.cache.sweep_experts,
+            has_gpu,
+            config.prefetch.experts,
+        )
         for warning in plan.warnings:
             log.warning("%s", warning)
         vram_plan = _plan_vram(config, sizes, device) if has_gpu else None
