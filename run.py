@@ -21,6 +21,7 @@ FREE_TEXT = (
     "prompt",
     "system",
     "model.path",
+    "simulate.routes",
     "paths.outputs",
     "paths.artifacts",
 )  # values that need no quoting

@@ -122,6 +122,8 @@ def test_no_two_keys_mean_the_same():
         "seed": "of sampling, of the choice of experts to check, of random weights, of a bench's prompt",
         "ram_gib": "of the machine, of the cache, of the drafts' experts",
         "vram_gib": "of the machine, of the cache",
+        "top_k": "of sampling, of imagined layers",
+        "skew": "of a synthetic router, of generated routes",
         "experts": "guesses to read, experts to check, experts of a synthetic layer",
     }
     seen: dict[str, list[str]] = {}
@@ -415,7 +417,7 @@ def test_paths_with_odd_characters(key, path):
 def test_every_text_key_of_a_person_is_free_text():
     """Keys that hold a sentence or a path of somebody's machine."""
     assert set(run.FREE_TEXT) == {
-        "prompt", "system", *(key for key in known_keys() if re.search(r"(^|\.)path$|^paths\.", key))
+        "prompt", "system", *(key for key in known_keys() if re.search(r"(^|\.)(path|routes)$|^paths\.", key))
     }  # fmt: skip
 
 
