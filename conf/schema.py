@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = (
-    "synthetic", "download", "repack", "spot_check", "residents", "verify", "bench", "chat", "serve", "plan",
-    "doctor",
+    "synthetic", "download", "repack", "spot_check", "residents", "verify", "bench", "simulate", "chat", "serve",
+    "plan", "doctor",
 )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ class CacheConfig:
     """The RAM tier."""
 
     ram_gib: float | None = (
-        None  # expert cache; 0: only the layer in use; null: all that the RAM plan leaves
+        None  # expert cache; 0: the layer in use and its guesses; null: all that the RAM plan leaves
     )
     vram_gib: float | None = (
         None  # expert slots in VRAM; 0: none but for copies on their way; null: all that is left
@@ -304,8 +304,48 @@ class BenchConfig:
     repeats: int = 3
     prompt_length: int = 64  # tokens, read before decoding
     is_cold: bool = False  # empty the expert cache before each repeat, and count the warm-up in
-    seed: int = 0  # of the prompt's tokens
+    seed: int = 0  # of the prompt's tokens, or of generated routes
     plot: bool = True
+
+
+class Policy(Enum):
+    """Who leaves a full cache; only the simulator has others than LRU."""
+
+    lru = "lru"
+    lfu = "lfu"  # least frequently used, uses age
+    slru = "slru"  # segmented LRU
+    per_layer = "per_layer"  # an LRU for each layer
+    belady = "belady"  # who is wanted again last: knows the future, the bound
+
+
+@dataclass
+class SimulateConfig:
+    """What `simulate` replays, and the machine it imagines.
+
+    The drive is hw.drive.simulate_gib_s and simulate_latency_us, how it is read is hw.drive.window and pieces; how many
+    tokens are counted, and decoded before, is bench.tokens and bench.warmup_tokens.
+    """
+
+    routes: str | None = None  # a recording (record=true); null: routes are generated as below
+    policy: Policy = Policy.lru
+    # the model, where routes are generated; a recording tells its own
+    num_layers: int = 8
+    num_experts: int = 64
+    top_k: int = 6
+    record_nbytes: int = 24576  # of one expert
+    skew: float = 1.0  # standard deviation of the log of an expert's popularity; 0 is even
+    persistence: float = 0.2  # share of experts kept from the token before
+    recall: float = 0.68  # share of the next layer's experts that are guessed
+    best_two: float = 0.87  # share of right ones among the first two guesses
+    # the machine
+    drive_depth: int = 32  # reads that the drive has in work at once
+    is_shared: bool = False  # reads in work share the drive's rate; false: one after the other
+    link_gib_s: float = 0.0  # from RAM to the GPU; 0: there is none, the CPU computes
+    vram_gib_s: float = 0.0  # how fast a kernel reads an expert from VRAM; 0: in no time
+    expert_us: float = 0.0  # at least this long computes one expert
+    layer_us: float = 0.0  # computing of a layer beside its routed experts
+    host_us: float = 0.0  # the host's own work for a layer
+    token_us: float = 0.0  # what a token needs once
 
 
 @dataclass
@@ -337,6 +377,7 @@ class RunConfig:
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
+    simulate: SimulateConfig = field(default_factory=SimulateConfig)
     stages: list[str] = field(
         default_factory=lambda: ["serve"]
     )  # what to run; set-up stages run first where needed
@@ -344,6 +385,11 @@ class RunConfig:
         default_factory=list
     )  # stages to run again; true also lets serve start on a red verify
     dry_run: bool = False  # only say what would run, and why
+    record: bool = (
+        False  # bench, chat and serve write every route to routes.bin in the run's folder
+    )
+    # in a sweep: bench, chat and verify run one at a time on a machine, whatever launcher starts them
+    measure_alone: bool = True
     prompt: str | None = None  # for stages=[chat]
     system: str | None = None  # system message for stages=[chat]
     thinking: bool = False  # for stages=[chat]: reason before the answer, where the model can
@@ -406,6 +452,21 @@ _RANGES: dict[str, tuple[float, float]] = {
     "hub.stall_s": (0.1, 3600),
     "hub.retries": (0, 1000),
     "hub.line_mbit_s": (0.001, 1e7),
+    "simulate.num_layers": (1, 2**15),
+    "simulate.num_experts": (1, 2**16),
+    "simulate.top_k": (1, 2**10),
+    "simulate.record_nbytes": (1, 2**40),
+    "simulate.skew": (0, 10),
+    "simulate.persistence": (0, 1),
+    "simulate.recall": (0, 1),
+    "simulate.best_two": (0, 1),
+    "simulate.drive_depth": (1, 2**20),
+    "simulate.link_gib_s": (0, 1e5),
+    "simulate.vram_gib_s": (0, 1e5),
+    "simulate.expert_us": (0, 1e9),
+    "simulate.layer_us": (0, 1e9),
+    "simulate.host_us": (0, 1e9),
+    "simulate.token_us": (0, 1e9),
     "serve.port": (0, 65535),
     "serve.queue": (0, 10000),
     "serve.keep_alive_s": (0, 3600),

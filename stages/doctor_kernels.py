@@ -94,7 +94,7 @@ def _mxfp4(hidden: int, intermediate: int, device: str) -> float:
             inner = torch.empty(1, intermediate, dtype=torch.bfloat16, device=device)
             out = torch.full((1, hidden), float("nan"), dtype=torch.bfloat16, device=device)
             act_round(x.to(device), rounded)
-            mxfp4_experts(rounded, table, weight.to(device), inner, out, 10.0)
+            mxfp4_experts(rounded, table, weight.to(device), inner, out, 10.0, 8)
             errors.append(_error(out[0], wanted))
     finally:
         if device == "cuda":

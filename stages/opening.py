@@ -15,6 +15,8 @@ from stages.download import snapshot_of
 
 log = logging.getLogger("stages")
 
+ROUTES_NAME = "routes.bin"  # in the folder of the run, with record=true
+
 
 def engine_files(inputs: Mapping[str, Output]) -> EngineFiles:
     """Return the folders that `Engine.open` needs."""
@@ -36,7 +38,16 @@ def open_engine(cfg: RunConfig, inputs: Mapping[str, Output], runner: Runner) ->
         )
     files = engine_files(inputs)
     warn_of_slow_place(files.pack or files.snapshot)
-    return Engine.open(cfg, files)
+    engine = Engine.open(cfg, files)
+    if cfg.record and runner.run_dir is not None:
+        path = runner.run_dir / ROUTES_NAME
+        try:
+            engine.record_routes(path)
+        except BaseException:
+            engine.close()
+            raise
+        log.info("recording routes: %s", path)
+    return engine
 
 
 def warn_of_slow_place(experts: Path) -> None:

@@ -123,6 +123,8 @@ def test_no_two_keys_mean_the_same():
         "ram_gib": "of the machine, of the cache, of the drafts' experts, of copies of conversations",
         "disk_gib": "of a synthetic model, of copies of conversations",
         "vram_gib": "of the machine, of the cache",
+        "top_k": "of sampling, of imagined layers",
+        "skew": "of a synthetic router, of generated routes",
         "experts": "guesses to read, experts to check, experts of a synthetic layer",
     }
     seen: dict[str, list[str]] = {}
@@ -416,7 +418,8 @@ def test_paths_with_odd_characters(key, path):
 def test_every_text_key_of_a_person_is_free_text():
     """Keys that hold a sentence, a secret or a path of somebody's machine."""
     assert set(run.FREE_TEXT) == {
-        "prompt", "system", *(key for key in known_keys() if re.search(r"(^|\.)path$|^paths\.|api_key", key))
+        "prompt", "system",
+        *(key for key in known_keys() if re.search(r"(^|\.)(path|routes)$|^paths\.|api_key", key))
     }  # fmt: skip
 
 
