@@ -175,7 +175,7 @@ def format_simulation(
         "p95 ms": f"{s.inter_token_p95_ms:.2f}",
         "drive ms": f"{s.drive_wait_ms_per_token:.2f}",
         "device ms": f"{s.device_wait_ms_per_token:.2f}",
-        "host ms": f"{s.host_ms_per_token:.2f}",
+        "host ms": f"{max(0.0, s.host_ms_per_token):.2f}",
         "MiB read": f"{s.read_nbytes_per_token / MIB:.2f}",
         "wasted": f"{s.counters.wasted_nbytes / tokens / MIB:.2f}",
         "hits": f"{s.hit_rate:.1%}",

@@ -2,10 +2,11 @@
 
     python tests/bench/bench_simulator.py [--tokens 60] [--repeats 3]
 
-Two times are measured with every expert in RAM: one expert, and a token; the rest of the token is shared out over the
-layers. With them the simulator replays the route of each run, recorded while it ran. A token does the same work in each
-repeat, and what else runs on the machine can only add to it: so its time is the least of the interleaved repeats. Shown
-are medians over the tokens. Not collected by pytest.
+Measured beforehand: with every expert in RAM one expert and a token, whose rest is shared out over the layers; and what
+one read takes beyond its simulated time, which is added to the latency. With them the simulator replays the route of
+each run, recorded while it ran. A token does the same work in each repeat, and what else runs on the machine can only
+add to it: so its time is the least of the interleaved repeats. Shown are medians over the tokens. Not collected by
+pytest.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -25,10 +27,14 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
-from conf.schema import RunConfig, load
+from conf.schema import DriveConfig, RunConfig, load
 from kernels import reference as ops
 from runtime.engine import Engine, EngineFiles
+from runtime.experts.arena import HostArena
+from runtime.experts.layout import ExpertKey, PackedLayout
+from runtime.experts.reader import DirectReader
 from runtime.experts.routes import read_routes
+from runtime.experts.schedule import ReadJob
 from runtime.session import Session
 from runtime.simulator import Machine, Setting, Simulation
 from stages.bench_report import format_table
@@ -81,6 +87,25 @@ def expert_ms(files: EngineFiles) -> float:
     return min(times)
 
 
+def read_extra_us(files: EngineFiles) -> float:
+    """Return what one read takes beyond its simulated time: the real read, threads waking up, the way back."""
+    layout = PackedLayout.open(files.pack)
+    rate, latency_us = 0.05, 100.0
+    drive = DriveConfig(simulate_gib_s=rate, simulate_latency_us=latency_us)
+    reader, arena = DirectReader(layout.files, drive), HostArena(1, layout.record_nbytes)
+    should = layout.record_nbytes / (rate * 2**30) + latency_us / 1e6
+    extra = []
+    for number in range(300):
+        key = ExpertKey(number % layout.num_layers, number * 7 % layout.num_experts)
+        arrivals: SimpleQueue[ReadJob] = SimpleQueue()
+        started = time.perf_counter()
+        reader.submit(key, layout.spans(key), arena.view(0), on_done=arrivals.put)
+        arrivals.get()
+        extra.append((time.perf_counter() - started - should) * 1e6)
+    reader.close()
+    return statistics.quantiles(extra, n=4)[0]
+
+
 def least(repeats: list[list[float]]) -> float:
     """Return the median over the tokens of each token's least time."""
     return statistics.median(map(min, zip(*repeats, strict=True)))
@@ -101,7 +126,7 @@ def main() -> None:
     text = text[: PROMPT_TOKENS + args.tokens]
     engine.close()
 
-    one_ms = expert_ms(files)
+    one_ms, extra_us = expert_ms(files), read_extra_us(files)
     measured: dict[int, list[list[float]]] = {number: [] for number in range(len(SETTINGS))}
     in_ram: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -117,13 +142,16 @@ def main() -> None:
                 measured[number].append(run(config(*words), files, text, None if repeat else path))
         layer_ms = (least(in_ram) - 48 * one_ms) / 8
         print(
-            f"one expert {one_ms * 1e3:.0f} us, the rest of a layer {layer_ms * 1e3:.0f} us",
+            f"one expert {one_ms * 1e3:.0f} us, the rest of a layer {layer_ms * 1e3:.0f} us, "
+            f"a read {extra_us:.0f} us more",
             file=sys.stderr,
         )
         rows = []
         for number, (rate, latency, ram, guesses) in enumerate(SETTINGS):
             trace = read_routes(Path(folder) / f"{number}.bin")
-            machine = Machine(rate, latency, depth=8, expert_ms=one_ms, layer_ms=layer_ms)
+            machine = Machine(
+                rate, latency + extra_us, depth=8, expert_ms=one_ms, layer_ms=layer_ms
+            )
             record = trace.header.record_nbytes
             cache_rows = max(6 + guesses, int(ram * 2**30) // record)
             stats = Simulation(trace.header, machine, Setting(cache_rows, guesses)).replay(trace)

@@ -57,7 +57,7 @@ DEEPSEEK = [
         f"cache.ram_gib={14 * GB}", "prefetch.experts=0", "simulate.layer_us=4700",
     ]),
     *(
-        Row(f"v4, drive only, P = {guesses}", low, high, "pred", [
+        Row(f"v4, drive only, P = {guesses}", low, high, "pred" if guesses else "fit", [
             "cache.ram_gib=0", f"prefetch.experts={guesses}", "simulate.layer_us=4700",
         ])
         for guesses, low, high in ((0, 1.35, 1.35), (1, 0, 0), (2, 1.64, 1.64), (3, 0, 0), (4, 0, 0))

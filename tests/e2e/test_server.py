@@ -21,6 +21,8 @@ import httpx
 import openai
 import pytest
 
+from runtime.experts.routes import Kind, read_routes
+
 ROOT = Path(__file__).resolve().parents[2]
 FOX = [{"role": "user", "content": "Tell me a short story about a fox."}]
 GOLDEN = json.loads((ROOT / "runtime/bundled/tiny-qwen/golden_answers.json").read_text())["greedy"]
@@ -251,7 +253,7 @@ def test_a_second_signal_waits_for_nobody(tmp_path: Path):
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_cleanly_with_a_stream_open(tmp_path: Path, sig: int):
-    server = Server(tmp_path / "outputs")
+    server = Server(tmp_path / "outputs", "record=true")
     body = {"messages": FOX, "stream": True, "max_tokens": 4000, "temperature": 2.0}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as answer:
         chunks = answer.iter_raw()
@@ -262,6 +264,9 @@ def test_a_signal_ends_it_cleanly_with_a_stream_open(tmp_path: Path, sig: int):
     assert b'"error"' in text
     assert text.endswith(b"data: [DONE]\n\n")
     assert "Traceback" not in server.log.read_text()
+    (path,) = (tmp_path / "outputs").glob("runs/*/*/routes.bin")
+    first = read_routes(path).steps[0]  # how far it came depends on when the signal did
+    assert (first.kind, first.layer) == (Kind.sweep, 0)
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_deepseek"])
