@@ -204,6 +204,7 @@ def measure_rate(
         return DriveRate(config.window, config.pieces, 0.0, False)
     ahead = 2 * config.window  # so that no thread waits for us
     arena = HostArena(ahead, align_up(record_nbytes))
+    arena.rows.fill_(0)  # pages that do not exist yet would be made while the clock runs
     reader = DirectReader(files, config)
     done: SimpleQueue[ReadJob] = SimpleQueue()
     each: list[float] = []

@@ -57,7 +57,7 @@ class ApiError(Exception):
             message = f"{error.message} Please reduce the length of the messages."
             return cls(400, message, "context_length_exceeded", "messages", **sizes)
         if isinstance(error, (DeviceError, VerificationError)):  # the request is not to blame
-            return cls(500, error.message, "device_error")
+            return cls.internal(error)
         if isinstance(error, UserError):
             message = f"{error.message}; {error.hint}" if error.hint else error.message
             return cls(400, message, "invalid_request")
