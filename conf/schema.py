@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = (
-    "synthetic", "download", "repack", "spot_check", "residents", "verify", "bench", "chat", "serve",
+    "synthetic", "download", "patch", "repack", "spot_check", "residents", "verify", "bench", "chat", "serve",
 )  # fmt: skip
 
 
@@ -261,6 +261,15 @@ class SpotCheckConfig:
 
 
 @dataclass
+class PatchConfig:
+    """The release's own inference code, with one line changed."""
+
+    allow_unknown: bool = (
+        False  # take a file whose hash is not the known one; the line must be there
+    )
+
+
+@dataclass
 class VerifyConfig:
     """How much `verify` computes."""
 
@@ -295,6 +304,7 @@ class RunConfig:
     snapshots: SnapshotsConfig = field(default_factory=SnapshotsConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
     spot_check: SpotCheckConfig = field(default_factory=SpotCheckConfig)
+    patch: PatchConfig = field(default_factory=PatchConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     stages: list[str] = field(
