@@ -32,7 +32,7 @@ from stages.verify_rows import (
 
 FOUR_QUESTIONS = (*QUESTIONS, "What is 8 + 9?")
 LAYER_TOLERANCE = 0.05  # of the streams behind a layer, median over tokens: more is a mistake
-TOKENS_EQUAL = 0.98
+TOKENS_EQUAL = 0.95  # the order of fp32 sums alone moves 3 of 100 where weights are random
 STATE_STEPS = 4
 
 

@@ -176,11 +176,11 @@ class StreamedMoE(nn.Module):
     def _run(self, expert: int, record: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         """Return the published Expert's output with the weights of a record: [n, d] bf16."""
         parts, (module,) = self.parts, self._expert
-        matrices = expert_views(parts.layout, ExpertKey(self.layer, expert), record)
+        # off an aligned address: TileLang's kernels load 16 bytes at once
+        is_moved = record.device != parts.device or parts.kernels is Kernels.tilelang
+        key, to = ExpertKey(self.layer, expert), parts.device if is_moved else None
+        matrices = expert_views(parts.layout, key, record, to)
         for name, (weight, scale) in matrices.items():
-            if record.device != parts.device or parts.kernels is Kernels.tilelang:
-                # off an aligned address: its kernels load 16 bytes at once
-                weight, scale = (t.to(parts.device, copy=True) for t in (weight, scale))
             weight.scale = scale  # type: ignore[attr-defined]
             tensors = getattr(module, name)._parameters
             tensors["weight"], tensors["scale"] = weight, scale
@@ -204,18 +204,23 @@ def _prompt_waves(
 
 
 def expert_views(
-    layout: ShardLayout, key: ExpertKey, record: Tensor
+    layout: ShardLayout, key: ExpertKey, record: Tensor, to: torch.device | None = None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return views of a record [bytes] uint8: w1, w2, w3 -> (weight [N, K / 2] E2M1 pairs, scale [N, K / 32] E8M0)."""
+    """Cut a record [bytes] uint8: w1, w2, w3 -> (weight [N, K / 2] E2M1 pairs, scale [N, K / 32] E8M0).
+
+    to: where copies are made, each at an address of its own; None: views of the record.
+    """
     at, scales_at = layout.payload_offsets(key)
-    views = {}
-    for name, (rows, columns) in layout.shape.matrices().items():
-        nbytes, scales_nbytes = layout.shape.codes_nbytes, layout.shape.scales_nbytes
-        weight = record[at : at + nbytes].view(torch.float4_e2m1fn_x2).view(rows, columns // 2)
-        scale = record[scales_at : scales_at + scales_nbytes].view(torch.float8_e8m0fnu)
-        views[name] = (weight, scale.view(rows, -1))
+    nbytes, scales_nbytes = layout.shape.codes_nbytes, layout.shape.scales_nbytes
+    matrices = {}
+    for name, (rows, _) in layout.shape.matrices().items():
+        parts = [record[at : at + nbytes], record[scales_at : scales_at + scales_nbytes]]
+        if to is not None:
+            parts = [part.to(to, copy=True) for part in parts]
+        weight, scale = (part.view(rows, -1) for part in parts)
+        matrices[name] = (weight.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e8m0fnu))
         at, scales_at = at + nbytes, scales_at + scales_nbytes
-    return views
+    return matrices
 
 
 class RowsFromDrive(nn.Module):
@@ -559,9 +564,8 @@ class ReferenceModel:
         with torch.inference_mode(), _torch_as(torch.bfloat16, self.device):
             with plain_torch():
                 ((_, record),) = self.experts.fetch(0, [0])
-            views = expert_views(self.parts.layout, ExpertKey(0, 0), record)["w1"]
-            fp4 = tuple(part.to(self.device, copy=True) for part in views)
-            return list(probe(kernel, (wq_a, wq_a.scale), (fp4[0], fp4[1]), self.device))
+            matrices = expert_views(self.parts.layout, ExpertKey(0, 0), record, self.device)
+            return list(probe(kernel, (wq_a, wq_a.scale), matrices["w1"], self.device))
 
     # ---- who computes -----------------------------------------------------------------------------------------
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from tiny_setup import make_runner
 
 from runtime.models import deepseek_probe as probe
 from stages import verify, verify_published
-from tests.standin import TINY, make_snapshot
+from tests.standin import ROOT, TINY, make_snapshot
 
 
 def words(snapshot, *more):
@@ -127,3 +130,21 @@ def test_the_probe_sees_a_race(name, is_nan):
         torch.set_default_dtype(torch.float32)
     wrong = [(f.name, f.rows) for f in found if not f.is_ok]
     assert wrong == [(name, 65)]
+
+
+@pytest.mark.slow
+def test_the_script_for_a_real_snapshot(snapshot, tmp_path):
+    """On the stand-in beside the bundled model, without the release's own numbers."""
+    script = ROOT / "tests" / "gpu" / "check_snapshot.py"
+    words = (
+        "hw=cpu", "hw.compute_threads=1", "patch.allow_unknown=true", "model.context_tokens=192",
+        "--quick", "--other-checkpoint", f"--outputs={tmp_path / 'out'}",
+    )  # fmt: skip
+    command = [sys.executable, str(script), str(snapshot), *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+    for number in range(1, 8):
+        assert f"-- {number} " in done.stdout
+    assert "RED" not in done.stdout
+    assert "prompt of 129, 8 decoded: the same bits" in done.stdout
