@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = (
-    "synthetic", "download", "repack", "spot_check", "residents", "verify", "bench", "simulate", "chat", "serve",
-    "plan", "doctor",
+    "synthetic", "download", "patch", "repack", "spot_check", "residents", "verify", "bench", "simulate", "chat",
+    "serve", "plan", "doctor",
 )  # fmt: skip
 
 
@@ -74,9 +74,17 @@ class Deltanet(Enum):
 class Arithmetic(Enum):
     """Who computes a DeepSeek model."""
 
-    auto = "auto"  # native, the only one so far
+    auto = "auto"  # reference where its code, a GPU and TileLang are at hand, else native
     native = "native"  # this project, rounded where the release rounds
-    reference = "reference"  # the release's own code; not built yet
+    reference = "reference"  # the release's own code, one line of it changed; experts streamed
+
+
+class Kernels(Enum):
+    """Whose kernels the release's own code runs on (arithmetic=reference)."""
+
+    auto = "auto"  # tilelang on a GPU where a version that is not refused is installed, else ours
+    tilelang = "tilelang"  # the release's
+    ours = "ours"  # this project's: Triton on a GPU, plain torch on a CPU
 
 
 class Replay(Enum):
@@ -235,6 +243,10 @@ class DeepseekConfig:
 
     arithmetic: Arithmetic = Arithmetic.auto
     replay: Replay = Replay.exact
+    kernels: Kernels = Kernels.auto  # of arithmetic=reference
+    fix_index_keys: bool = (
+        False  # arithmetic=reference: at even positions its indexers read stale keys; true: own
+    )
 
 
 @dataclass
@@ -285,6 +297,15 @@ class SpotCheckConfig:
 
     experts: str = "64"  # how many random experts, or `all`
     seed: int = 0
+
+
+@dataclass
+class PatchConfig:
+    """The release's own inference code, with one line changed."""
+
+    allow_unknown: bool = (
+        False  # take a file whose hash is not the known one; the line must be there
+    )
 
 
 @dataclass
@@ -374,6 +395,7 @@ class RunConfig:
     paths: PathsConfig = field(default_factory=PathsConfig)
     hub: HubConfig = field(default_factory=HubConfig)
     spot_check: SpotCheckConfig = field(default_factory=SpotCheckConfig)
+    patch: PatchConfig = field(default_factory=PatchConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
@@ -568,8 +590,17 @@ def _range_faults(run: RunConfig) -> Iterable[str]:
 
 
 def _family_faults(run: RunConfig) -> Iterable[str]:
-    if run.deepseek.arithmetic is Arithmetic.reference:
-        yield "deepseek.arithmetic=reference is not built yet: leave it out, or set deepseek.arithmetic=native"
+    if run.deepseek.arithmetic is not Arithmetic.reference:
+        return
+    if "patch" not in run.model.setup:
+        yield (
+            "deepseek.arithmetic=reference needs the release's own code, and "
+            f"model={run.model.name} comes without it: set deepseek.arithmetic=native"
+        )
+    if run.deepseek.replay is not Replay.exact:
+        yield "deepseek.replay=bounded is of deepseek.arithmetic=native: leave out one of the two"
+    if run.drafts.enabled:
+        yield "drafts are of deepseek.arithmetic=native: leave out drafts.enabled, or set that"
 
 
 def _stage_faults(run: RunConfig) -> Iterable[str]:

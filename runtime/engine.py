@@ -113,6 +113,7 @@ class EngineFiles:
     snapshot: Path  # config, tokenizer, and what is read inside the shards
     pack: Path | None = None  # of families whose experts are packed
     residents: Path | None = None  # of families whose other weights are written anew
+    published: Path | None = None  # a release's own code, patched
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from runtime.text import TextCodec
 from stages.bench_report import Bench, Drafted, Repeat, document, draw, format_report
 from stages.core import Progress, Stage, StageContext
 from stages.files import write_atomically
-from stages.opening import open_engine
+from stages.opening import open_engine, setup_stages
 
 log = logging.getLogger("stages")
 
@@ -197,4 +197,4 @@ def _summary(
     )
 
 
-STAGE = Stage(name="bench", run=run, needs=lambda cfg: tuple(cfg.model.setup), is_endpoint=True)
+STAGE = Stage(name="bench", run=run, needs=setup_stages, is_endpoint=True)

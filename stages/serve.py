@@ -26,7 +26,7 @@ from runtime.snapshot import SnapshotStore, make_key
 from runtime.units import GIB
 from stages.core import Output, Stage, StageContext
 from stages.download import absolute, snapshot_of
-from stages.opening import open_engine
+from stages.opening import open_engine, setup_stages
 
 log = logging.getLogger("stages")
 
@@ -163,6 +163,7 @@ def open_store(cfg: RunConfig, inputs: Mapping[str, Output], engine: Engine) -> 
         "dtype": cfg.hw.dtype,
         "graphs": cfg.hw.graphs,
         "drafts": cfg.drafts.enabled,
+        "deepseek": str(cfg.deepseek),
         "state": {name: str(tensor.dtype) for name, tensor in state.items()},
     }
     folder = absolute(cfg.paths.snapshots) / cfg.model.name / make_key(facts)
@@ -205,4 +206,4 @@ def bind(serve: ServeConfig) -> socket.socket:
     return listener
 
 
-STAGE = Stage(name="serve", run=run, needs=lambda cfg: tuple(cfg.model.setup), is_endpoint=True)
+STAGE = Stage(name="serve", run=run, needs=setup_stages, is_endpoint=True)
