@@ -455,13 +455,15 @@ def test_tilelang_versions(version, capability, match):
 
 
 def test_auto_is_native_without_a_gpu_or_tilelang(make_config, monkeypatch):
-    config = make_config("tiny_deepseek")
+    config = make_config("tiny_deepseek", **{"hw.device": "cuda"})  # planned for, not opened
+    monkeypatch.setattr(backends, "capability", lambda: None)
     assert backends.resolve_arithmetic(config, has_code=True) is Arithmetic.native
-    monkeypatch.setattr(backends.hardware, "resolve_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(backends, "capability", lambda: (12, 0))
     monkeypatch.setattr(backends, "tilelang_version", lambda: "0.1.9")
     assert backends.resolve_arithmetic(config, has_code=True) is Arithmetic.reference
     assert backends.resolve_arithmetic(config, has_code=False) is Arithmetic.native
+    on_cpu = make_config("tiny_deepseek")
+    assert backends.resolve_arithmetic(on_cpu, has_code=True) is Arithmetic.native
     monkeypatch.setattr(backends, "tilelang_version", lambda: "0.1.8")
     assert backends.resolve_arithmetic(config, has_code=True) is Arithmetic.native
 
