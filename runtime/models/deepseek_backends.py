@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from conf.schema import Arithmetic, Kernels, Replay, RunConfig
-from runtime import hardware
 from runtime.errors import UserError
 
 LEAST_TILELANG = (0, 1, 9)
@@ -70,7 +69,7 @@ def resolve_arithmetic(config: RunConfig, has_code: bool) -> Arithmetic:
         or config.deepseek.kernels is Kernels.ours
         or config.drafts.enabled
         or config.deepseek.replay is not Replay.exact
-        or hardware.resolve_device(config.hw.device).type != "cuda"
+        or config.hw.device == "cpu"
         or tilelang_fault(tilelang_version(), capability()) is not None
     )
     return Arithmetic.native if is_native else Arithmetic.reference

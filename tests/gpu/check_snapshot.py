@@ -50,7 +50,8 @@ def header_rows(case: Case, is_release: bool) -> Iterator[Row]:
     checkpoint = Checkpoint.open(case.files.snapshot)
     counts = deepseek_weights.account(checkpoint, case.spec, has_drafts=case.spec.num_drafts > 0)
     deepseek_weights.expert_layout(checkpoint, case.spec)
-    deepseek_weights.draft_expert_layout(checkpoint, case.spec)
+    if case.spec.num_drafts:
+        deepseek_weights.draft_expert_layout(checkpoint, case.spec)
     found = (sum(counts.values()), sum(i.extent.nbytes for i in checkpoint.tensors.values()))
     wanted = (NUM_TENSORS, TENSORS_NBYTES) if is_release else found
     yield Row("tensors, their bytes", f"{found}", f"{wanted}", found == wanted)

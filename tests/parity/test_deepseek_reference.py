@@ -15,6 +15,7 @@ import torch
 from conf.schema import Arithmetic, ConfigError, Kernels
 from runtime.engine import Engine, EngineFiles
 from runtime.errors import UserError
+from runtime.experts.slots import SlotExperts, passing_slots
 from runtime.models import deepseek_backends as backends
 from runtime.models.deepseek import DeepseekModel
 from runtime.models.deepseek_package import PREFIX, load_package
@@ -154,7 +155,8 @@ def test_heads_in_groups_have_their_own_strides():
     assert seen == [((1, 1, 16, 32), (512, 512, 32, 1), (16,), True)] * 4
 
 
-def test_wo_a_is_the_converters_for_all_scale_bytes():
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_wo_a_is_the_converters_for_all_scale_bytes(default):
     """bf16(fp32(value) * fp32(scale)), every value under every scale but the two that are no numbers."""
     kept = KeptWeight(255 * 32, 256)
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -163,7 +165,9 @@ def test_wo_a_is_the_converters_for_all_scale_bytes():
     kept.scale.copy_(scales[:, None].expand(255, 8))
     powers = torch.ldexp(torch.ones(255, dtype=torch.float64), torch.arange(255) - 127)
     wanted = (values.double() * powers[:, None]).float().to(torch.bfloat16)
+    torch.set_default_dtype(default)
     found = kept.weight.view(255, 32, 256)
+    torch.set_default_dtype(torch.float32)
     is_number = ~values.float().isnan()
     for row in (0, 31):
         assert torch.equal(found[:, row][:, is_number], wanted[:, is_number])
@@ -214,6 +218,34 @@ def test_streamed_equals_resident(bits_of_resident, open_reference, settings):
     assert counters.row_read_nbytes > 0
     if settings.get("prefetch.experts"):
         assert counters.experts.guesses_used > 0
+
+
+class InstantCopier:
+    """Slots in RAM, filled when asked: the books of the VRAM tier without a GPU."""
+
+    def __init__(self, num_slots, record_nbytes):
+        self.slots = torch.full((num_slots, record_nbytes), 0xFF, dtype=torch.uint8)
+
+    def copy(self, slot, record):
+        self.slots[slot] = record
+
+    def mark(self, *_):
+        return 0
+
+    wait = launched = follow = synchronize = mark
+
+
+@pytest.mark.parametrize(("extra", "copies"), [(0, 0), (0, 3), (40, 2)])
+def test_through_slots_as_on_a_gpu(open_reference, bits_of_resident, extra, copies):
+    """Batches of a prompt, waves of a token, early copies: what a slot holds is what the drive has."""
+    engine = open_reference(**{"cache.ram_gib": 30 * RECORD_GIB, "prefetch.copy": copies})
+    source, spec = engine.model.experts, engine.model.spec
+    slots = passing_slots(copies, source.record_nbytes, spec.top_k) + extra
+    copier = InstantCopier(slots, source.record_nbytes)
+    engine.model.experts = SlotExperts(source, copier, spec.num_layers, spec.top_k, copies, False)
+    for _ in range(2):
+        assert torch.equal(logits_of(engine.model, fed_tokens("p40"), 40), bits_of_resident)
+    assert not extra or engine.counters().experts.vram_hits > 0
 
 
 # ---- states ------------------------------------------------------------------------------------------------------
@@ -423,13 +455,15 @@ def test_tilelang_versions(version, capability, match):
 
 
 def test_auto_is_native_without_a_gpu_or_tilelang(make_config, monkeypatch):
-    config = make_config("tiny_deepseek")
+    config = make_config("tiny_deepseek", **{"hw.device": "cuda"})  # planned for, not opened
+    monkeypatch.setattr(backends, "capability", lambda: None)
     assert backends.resolve_arithmetic(config, has_code=True) is Arithmetic.native
-    monkeypatch.setattr(backends.hardware, "resolve_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(backends, "capability", lambda: (12, 0))
     monkeypatch.setattr(backends, "tilelang_version", lambda: "0.1.9")
     assert backends.resolve_arithmetic(config, has_code=True) is Arithmetic.reference
     assert backends.resolve_arithmetic(config, has_code=False) is Arithmetic.native
+    on_cpu = make_config("tiny_deepseek")
+    assert backends.resolve_arithmetic(on_cpu, has_code=True) is Arithmetic.native
     monkeypatch.setattr(backends, "tilelang_version", lambda: "0.1.8")
     assert backends.resolve_arithmetic(config, has_code=True) is Arithmetic.native
 
