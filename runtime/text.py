@@ -87,6 +87,12 @@ class TextCodec:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode text in which nothing is a marker; also (first character, one behind the last) of each token."""
+        self._tokenizer.encode_special_tokens = True
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
+
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = ChatOptions()
     ) -> list[int]:
