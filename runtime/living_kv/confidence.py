@@ -21,6 +21,7 @@ Array = np.ndarray[Any, Any]
 RULE_LEXICAL, RULE_MARGIN = 0.75, 0.1  # what a store of few sentences must reach
 MIN_SENTENCES = 64
 NAME = "calibration.json"
+UNKNOWN_NAME = "Qzyxvath"
 MIN_SUPPORT = 0.5  # of an answer's words that stand in what was retrieved
 
 
@@ -88,40 +89,57 @@ def support(answer: str, retrieved: str) -> float:
 def cloze(text: str) -> str | None:
     """Return a sentence without its last content word and what follows it; None for one that has too few words."""
     words = terms(text)
-    if len(words) < 4:
+    if len(words) < 3:
         return None
     at = text.casefold().rfind(words[-1])
     return text[:at].strip() if at > 0 else None
 
 
+def with_unknown_name(question: str, rarest: str | None) -> str | None:
+    """Return a question about something that no text names: its rarest word replaced; None if it is not found."""
+    at = -1 if rarest is None else question.casefold().find(rarest)
+    return None if at < 0 else f"{question[:at]}{UNKNOWN_NAME}{question[at + len(rarest or '') :]}"
+
+
 def calibrate(
     texts: Sequence[str],
     ask: Callable[[str, int | None], Selection | None],
+    rarest: Callable[[str], str | None],
     count: int,
     target: float,
     seed: int = 0,
 ) -> Estimator | None:
-    """Fit to cloze questions from a store's sentences: as they are, and with their sentence hidden.
+    """Fit to cloze questions from a store's sentences: as they are, with their sentence hidden, and about another name.
 
-    ask: (question, sentence to hide or None) -> selection.  target: share of absent questions that may pass.  A third
-    is held out, for the two rates.  None: too few usable sentences.
+    The third kind is the near miss: every word but the one that matters is in the store, many times perhaps.
+    ask: (question, sentence to hide or None) -> selection.  rarest: a question -> its rarest word.  target: share of
+    absent questions that may pass.  A third is held out, for the two rates.  None: too few usable sentences.
     """
     rng = np.random.Generator(np.random.PCG64(seed))
     rows: list[Array] = []
     labels: list[float] = []
     for sentence in rng.permutation(len(texts)).tolist():
         question = cloze(texts[sentence])
-        if question is None or len(rows) >= 2 * count:
+        other = None if question is None else with_unknown_name(question, rarest(question))
+        if question is None or other is None or len(rows) >= 3 * count:
             continue
-        present, absent = ask(question, None), ask(question, sentence)
-        if present is None or absent is None:
-            continue
-        rows += [features(present), features(absent)]
-        labels += [1.0, 0.0]
-    if len(rows) < 40:
+        answer = terms(texts[sentence])[-1]
+        for asked, hidden, is_present in (
+            (question, None, True),
+            (question, sentence, False),
+            (other, None, False),
+        ):
+            found = ask(asked, hidden)
+            if found is None:
+                continue
+            if hidden is not None and answer in terms(texts[found.ranked[0]]):
+                continue  # another sentence says the same: it is not absent
+            rows.append(features(found))
+            labels.append(float(is_present))
+    if len(rows) < 60:
         return None
     x, y = np.array(rows), np.array(labels)
-    cut = len(x) * 2 // 3 // 2 * 2
+    cut = len(x) * 2 // 3
     means, scales = x[:cut].mean(0), x[:cut].std(0) + 1e-6
     weights, bias = _fit((x[:cut] - means) / scales, y[:cut])
     p = _sigmoid(((x - means) / scales) @ weights + bias)

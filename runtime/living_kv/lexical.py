@@ -250,6 +250,15 @@ class LexicalIndex:
                 path.unlink()
         self._num_saved = len(self._segments)
 
+    def rarest(self, question: str) -> str | None:
+        """Return the question's term that the fewest sentences hold, but at least one; None if none holds any."""
+        known = [
+            (count, word)
+            for word in terms(question)
+            if (count := sum(len(s.holders(int(_hashes([word])[0]))) for s in self._segments))
+        ]
+        return min(known)[1] if known else None
+
     def scores(self, question: str) -> Array:
         """Return for each sentence the share of the question's terms, weighted by rarity, that it holds: [n] fp32.
 

@@ -523,12 +523,13 @@ class Memory:
         """Return a question's vector: the mean of its tokens' hidden states with sinks and the last tokens in sight."""
         ids, _ = self._tokenize(question)
         scratch = self._start_scratch()
+        self._check_room(len(ids))
         means = _Means(self.store.header.index_layers, self._matrix, [0] * len(ids), 1)
         scratch.observer = means
         try:
             for at in range(0, len(ids), self.config.chunk):
                 means.at = at
-                self._run(ids[at : at + self.config.chunk], scratch)
+                self.model.run(ids[at : at + self.config.chunk], scratch)
         finally:
             scratch.observer = None
         found: np.ndarray[Any, Any] = means.vectors()[0]
@@ -564,7 +565,9 @@ class Memory:
         """Fit the confidence to the store's own sentences, and keep the fit beside it."""
         texts = [readable_text(self.store, i) for i in range(len(self.store.sentences))]
         count = self.config.calibration if count is None else count
-        found = sure.calibrate(texts, self.find, count, self.config.confidence_target)
+        found = sure.calibrate(
+            texts, self.find, self.lexical.rarest, count, self.config.confidence_target
+        )
         if found is not None:
             sure.save_estimator(self.store.root, found)
         return found
@@ -586,12 +589,7 @@ class Memory:
             spans.append((max(lo, scratch.num_sinks), min(hi, scratch.hot_start)))
         keys, values, places = self.cold.fetch(spans)
         scratch.retrieve(keys, values, places)
-        room = self.config.window + self.config.chunk - (scratch.position - scratch.hot_start)
-        if len(prompt) >= room:
-            raise UserError(
-                f"E-RANGE: the question has {len(prompt)} tokens, there is room for {room} with its answer",
-                "shorten it, or raise memory.window",
-            )
+        self._check_room(len(prompt))
         mode = choose_mode(
             self.config.position.value, self.model.spec, scratch.largest_distance + len(prompt)
         )
@@ -600,19 +598,29 @@ class Memory:
         scratch.mode = mode
         logits = None
         for at in range(0, len(prompt), self.config.chunk):
-            logits = self._run(prompt[at : at + self.config.chunk], scratch)
+            logits = self.model.run(prompt[at : at + self.config.chunk], scratch)
         assert logits is not None, "an empty prompt"
         return self.model.logits(logits[-1:])
 
-    def _run(self, tokens: Sequence[int], scratch: HotState) -> Tensor:
-        return self.model.run(tokens, scratch)
+    @property
+    def _room(self) -> int:
+        """Tokens that still fit behind what the scratch state holds."""
+        scratch = self.scratch
+        return self.config.window + self.config.chunk - (scratch.position - scratch.hot_start)
+
+    def _check_room(self, tokens: int) -> None:
+        if tokens >= self._room:
+            raise UserError(
+                f"E-RANGE: the question has {tokens} tokens, there is room for {self._room} with its answer",
+                "shorten it, or raise memory.window",
+            )
 
     def generate(self, logits: Tensor, params: SamplingParams) -> Iterator[tuple[int, str]]:
         """Draw an answer behind `attend`: (token, text that has become certain)."""
         scratch = self.scratch
         sampler = Sampler(params, self.text.vocab_size)
         stream = StreamDecoder(self.text)
-        room = self.config.window + self.config.chunk - (scratch.position - scratch.hot_start)
+        room = self._room
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
         for count in range(limit):
             token = sampler(logits)
@@ -620,19 +628,19 @@ class Memory:
                 break
             yield token, stream.push(token)
             if count + 1 < limit:
-                logits = self.model.logits(self._run([token], scratch))
+                logits = self.model.logits(self.model.run([token], scratch))
         rest = stream.flush()
         if rest:
             yield -1, rest
 
-    def ask(self, question: str, params: SamplingParams) -> Answer:
-        """Answer from what is stored. The store does not change."""
+    def ask(self, question: str, params: SamplingParams, mode: AnswerMode | None = None) -> Answer:
+        """Answer from what is stored. The store does not change.  mode: None is the config's."""
         if not question.strip():
             raise MemoryUsageError("the question is empty", 'give one: memory.question="..."')
         read = self.store.read_nbytes
         found = self.find(question)
         verdict = sure.judge(found, sure.load_estimator(self.store.root))
-        mode = self.config.mode
+        mode = mode or self.config.mode
         best = list(found.ranked[: self.config.k]) if found else []
         if mode is AnswerMode.quote or (
             mode is AnswerMode.auto and (verdict.is_low or found is None)
@@ -685,11 +693,12 @@ class Memory:
 
     def turn(self, question: str, session: str, params: SamplingParams) -> Answer:
         """Answer, and take question and answer into the timeline: the next turn, here or elsewhere, remembers them."""
-        answer = (
-            self.ask(question, params)
-            if len(self.store.sentences)
-            else self._first_turn(question, params)
-        )
+        if len(self.store.sentences):
+            # a turn need not be about what is stored: unsure, the model answers, flagged, and no quote takes its place
+            mode = AnswerMode.kv if self.config.mode is AnswerMode.auto else self.config.mode
+            answer = self.ask(question, params, mode)
+        else:
+            answer = self._first_turn(question, params)
         sessions = self.store.sessions
         known = [s for s in sessions if s.name == session and s.source == "chat"]
         lines = [] if known else [self._session_line(session, "chat", "chat", "", len(sessions))]
