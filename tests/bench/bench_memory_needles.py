@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from conf.schema import AnswerMode, MemoryConfig, Template
+from conf.schema import AnswerMode, MemoryConfig, PositionMode, Template
 from runtime.living_kv import confidence as sure
 from runtime.living_kv.memory import Memory, new_header
 from runtime.living_kv.store import Store
@@ -105,6 +105,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--position", default="auto", choices=[m.value for m in PositionMode])
+    parser.add_argument("--tail", type=int, default=64, help="last tokens in sight")
     parser.add_argument("--same", action="store_true")
     parser.add_argument("--prefix", default="Reminder: ")
     parser.add_argument("--full", action="store_true", help="also with every token attended to")
@@ -114,7 +116,7 @@ def main() -> None:
     text, facts, absent = build(codec, args.tokens, args.same)
     config = MemoryConfig(
         window=args.window, chunk=min(512, args.window), budget=args.budget, template=Template.none,
-        mode=AnswerMode.kv, ram_gib=0.05, calibration=100,
+        mode=AnswerMode.kv, ram_gib=0.05, calibration=100, position=PositionMode(args.position), recency_tail=args.tail,
     )  # fmt: skip
     root = Path(tempfile.mkdtemp()) / "needles"
     store = Store.create(root, new_header(model, args.snapshot, config, "now"))
@@ -150,7 +152,7 @@ def main() -> None:
     )
     out = {
         "tokens": read, "sentences": len(store.sentences), "window": args.window, "budget": args.budget,
-        "kind": "same type" if args.same else "distinct", "ingest_s": round(ingest_s, 1),
+        "kind": "same type" if args.same else "distinct", "position": args.position, "ingest_s": round(ingest_s, 1),
         **{name: tally(row) for name, row in rows.items()},
         "rank 1": f"{sum(r == 1 for r in ranks)}/{len(ranks)}",
         "present flagged": f"{flagged}/{len(facts)}", "absent passed": f"{passed}/{len(absent)}",

@@ -128,7 +128,7 @@ def test_text_stores_need_no_torch(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "b'The heron nests by the weir. The otter sleeps.\n' False"
+    assert done.stdout.strip() == r"b'The heron nests by the weir. The otter sleeps.\n' False"
 
 
 def test_a_killed_ingest_goes_on_and_ends_as_if_nothing_had_been(tmp_path):
