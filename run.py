@@ -28,6 +28,13 @@ FREE_TEXT = (
     "serve.api_key",
     "serve.api_key_file",
     "paths.hub",
+    "paths.memory",
+    "memory.store",
+    "memory.file",
+    "memory.question",
+    "memory.session",
+    "memory.tag",
+    "memory.scope",
 )  # values that need no quoting
 
 TAKES_VALUE = (  # Hydra's options whose next word is no override
@@ -37,7 +44,10 @@ TAKES_VALUE = (  # Hydra's options whose next word is no override
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line. Returns the exit code: 0, 1 failure, 2 wrong use, 3 wrong bytes or numbers, 4 busy."""
+    """Run the command line. Returns the exit code: 0, 1 failure, 2 wrong use, 3 wrong bytes or numbers, 4 busy.
+
+    Of the memory's stages: 3 LOW CONFIDENCE, 4 store refused, 5 store locked.
+    """
     from conf.schema import ConfigError
     from runtime.errors import UserError
 

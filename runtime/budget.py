@@ -21,8 +21,16 @@ class ModelSizes:
     top_k: int
     embedding_nbytes: int = 0  # always in RAM, with what else the GPU reads there
     host_read_nbytes: int = 0  # of it, what every token reads over the link
+    staged_experts: int | None = (
+        None  # staging rows that a prompt can use; None: as many as are asked for
+    )
     # what computing holds beside these is the largest of several lines: (bytes, bytes for each token of a prompt piece)
     scratch: tuple[tuple[int, int], ...] = ((0, 0),)
+
+    def staging_rows(self, wanted: int) -> int:
+        """Return the staging rows of a prompt, of those that are asked for."""
+        limits = [wanted, self.num_experts]
+        return min(limits if self.staged_experts is None else [*limits, self.staged_experts])
 
     def scratch_nbytes(self, prompt_tokens: int) -> int:
         """Return what a prompt piece of this many tokens holds beside weights and state."""
@@ -228,7 +236,7 @@ def plan_memory(
             "free memory, raise hw.ram_gib, lower hw.reserve_gib or model.context_tokens",
         )
     if cache_gib is None:
-        sweep_rows = min(sweep_experts, sizes.num_experts)
+        sweep_rows = sizes.staging_rows(sweep_experts)
         rows = min(all_experts, (limit_nbytes - fixed) // sizes.record_nbytes - sweep_rows)
         if (
             rows < sizes.top_k and sweep_rows > 1
@@ -236,7 +244,7 @@ def plan_memory(
             sweep_rows = 1
             rows = min(all_experts, (limit_nbytes - fixed) // sizes.record_nbytes - sweep_rows)
     else:
-        sweep_rows = min(sweep_experts, sizes.num_experts)
+        sweep_rows = sizes.staging_rows(sweep_experts)
         rows = min(all_experts, max(sizes.top_k, int(cache_gib * GIB) // sizes.record_nbytes))
         room_rows = (limit_nbytes - fixed) // sizes.record_nbytes - rows
         spare = min(sizes.top_k + guess_rows, all_experts) - rows

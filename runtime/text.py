@@ -145,6 +145,12 @@ class TextCodec:
         pairs = zip(prompt, following, strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), len(prompt))
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode text in which nothing is a marker; also (first character, one behind the last) of each token."""
+        self._tokenizer.encode_special_tokens = True
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
+
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = ChatOptions()
     ) -> list[int]:

@@ -196,6 +196,7 @@ class Runner:
         """run_dir: the folder of this run, where an end point may leave its result; None for none."""
         self.cfg = cfg
         self.run_dir = run_dir
+        self.exit_code = 0  # what an end point that did its work wants the process to end with
         self.root = artifacts / cfg.model.name
         self.stages = StagesByName() if stages is None else stages
 

@@ -83,6 +83,8 @@ def run_stages(cfg: RunConfig, run_dir: Path) -> None:
             print(format_disk(rooms, fetch_line(cfg, rooms)))
         return
     runner.run(cfg.stages)
+    if runner.exit_code:
+        Outcome.exit_codes.append(runner.exit_code)
 
 
 class Outcome:

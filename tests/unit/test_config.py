@@ -120,11 +120,12 @@ def test_no_two_keys_mean_the_same():
     reasons = {
         "name": "of a model, of a machine",
         "seed": "of sampling, of the choice of experts to check, of random weights, of a bench's prompt",
-        "ram_gib": "of the machine, of the cache, of the drafts' experts, of copies of conversations",
+        "ram_gib": "of the machine, of the cache, of the drafts' experts, of copies of conversations, of cold blocks",
         "disk_gib": "of a synthetic model, of copies of conversations",
         "vram_gib": "of the machine, of the cache",
         "top_k": "of sampling, of imagined layers",
         "skew": "of a synthetic router, of generated routes",
+        "window": "experts in flight, tokens kept hot",
         "experts": "guesses to read, experts to check, experts of a synthetic layer",
     }
     seen: dict[str, list[str]] = {}
@@ -257,7 +258,8 @@ def test_every_number_has_a_range():
     seeds = {
         f"{group}.seed" for group in ("model.sampling", "model.synthetic", "spot_check", "bench")
     }
-    free = seeds | {"model.sampling.top_p"}  # any; its own
+    # any; its own; checked against each other, or the store's
+    free = seeds | {"model.sampling.top_p", "memory.index_layers", "memory.sentences"}
     numbers = {
         key
         for key, is_group in known_keys().items()
@@ -417,10 +419,11 @@ def test_paths_with_odd_characters(key, path):
 
 def test_every_text_key_of_a_person_is_free_text():
     """Keys that hold a sentence, a secret or a path of somebody's machine."""
-    assert set(run.FREE_TEXT) == {
-        "prompt", "system",
-        *(key for key in known_keys() if re.search(r"(^|\.)(path|routes)$|^paths\.|api_key", key))
-    }  # fmt: skip
+    memory = {f"memory.{name}" for name in ("store", "file", "question", "session", "tag", "scope")}
+    others = {
+        key for key in known_keys() if re.search(r"(^|\.)(path|routes)$|^paths\.|api_key", key)
+    }
+    assert set(run.FREE_TEXT) == {"prompt", "system", *others, *memory}
 
 
 def test_null_and_quoted_texts_mean_what_they_mean_to_hydra():

@@ -30,7 +30,7 @@ def test_every_override_in_the_documents_is_a_key():
     for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "EXPERIMENTS.md"):
         text = (ROOT / name).read_text()
         for key in re.findall(
-            r"(?<![\w.])((?:hw|cache|prefetch|deepseek|serve|model|paths|verify|bench|simulate|spot_check)\.[a-z_.]+)=",
+            r"(?<![\w.])((?:hw|cache|prefetch|deepseek|serve|model|paths|memory|verify|bench|simulate|spot_check)\.[a-z_.]+)=",
             text,
         ):
             assert key in keys, f"{name}: {key}"

@@ -1,0 +1,85 @@
+"""Index vectors: sentences as means of hidden states, projected, centred, without their main directions.
+
+Raw projections are stored; the mean and the directions to remove are those of the first 64, 128, 256, ... sentences, so
+that adding text never changes what is stored, and every process computes the same. Knows no store and no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+Array = np.ndarray[Any, Any]
+FIRST_STATISTICS = 64
+
+
+def layer_numbers(fractions: tuple[float, ...] | list[float], depth: int) -> tuple[int, ...]:
+    """Return the layers that stand at these fractions of a model's depth, each once."""
+    return tuple(sorted({min(depth - 1, max(0, round(f * depth) - 1)) for f in fractions}))
+
+
+def projection(hidden: int, dim: int, seed: int) -> Array:
+    """Return a fixed orthonormal projection [hidden, min(dim, hidden)] fp32."""
+    if dim >= hidden:
+        return np.eye(hidden, dtype=np.float32)
+    gauss = np.random.Generator(np.random.PCG64(seed)).standard_normal((hidden, dim))
+    q, r = np.linalg.qr(gauss)
+    return (q * np.sign(np.diag(r))).astype(np.float32)
+
+
+def projection_digest(matrix: Array) -> str:
+    """Return what the header keeps of a projection, rounded so that every BLAS gives the same."""
+    return blake3(np.round(matrix * 2**12).astype("<i2").tobytes()).hexdigest(length=16)
+
+
+class Statistics:
+    """The mean and the removed directions of one layer's vectors."""
+
+    def __init__(self, vectors: Array, remove: int) -> None:
+        """vectors: [n, dim] fp32, what they are computed from."""
+        self.mean = vectors.mean(0) if len(vectors) else np.zeros(vectors.shape[1], np.float32)
+        self.directions = np.zeros((0, vectors.shape[1]), np.float32)
+        if len(vectors) >= FIRST_STATISTICS and remove:
+            centred = (vectors - self.mean).astype(np.float64)
+            _, basis = np.linalg.eigh(centred.T @ centred)
+            self.directions = basis[:, -remove:].T.astype(np.float32)
+
+    def normalised(self, vectors: Array) -> Array:
+        """Return vectors [n, dim] centred, without the directions, of length one (or zero)."""
+        x = vectors.astype(np.float32) - self.mean
+        x = x - (x @ self.directions.T) @ self.directions
+        norms = np.linalg.norm(x, axis=1, keepdims=True)
+        out: Array = x / np.maximum(norms, 1e-9)
+        return out
+
+
+def statistics_count(sentences: int) -> int:
+    """Return how many of the first sentences the statistics are of."""
+    count = FIRST_STATISTICS
+    while 2 * count <= sentences:
+        count *= 2
+    return min(count, sentences)
+
+
+class VectorIndex:
+    """All sentences' vectors of a store, ready to be compared with a question's."""
+
+    def __init__(self, raw: Array, layers: int, remove: int) -> None:
+        """raw: [sentences, layers * dim] fp16 as stored."""
+        self.layers = layers
+        self.version = statistics_count(len(raw))
+        parts = raw.astype(np.float32).reshape(len(raw), layers, -1)
+        self._statistics = [Statistics(parts[: self.version, i], remove) for i in range(layers)]
+        self._unit = [s.normalised(parts[:, i]) for i, s in enumerate(self._statistics)]
+
+    def scores(self, question: Array) -> Array:
+        """question: [layers * dim], a raw projection.  Returns the mean cosine with each sentence: [n] fp32."""
+        parts = question.astype(np.float32).reshape(self.layers, -1)
+        cosines = [
+            unit @ s.normalised(part[None])[0]
+            for unit, s, part in zip(self._unit, self._statistics, parts, strict=True)
+        ]
+        out: Array = np.mean(cosines, axis=0).astype(np.float32)
+        return out

@@ -1,0 +1,764 @@
+"""The living memory of one dense model: take text in, answer from what is stored, go on in another process.
+
+Owns the order of things: a piece of text is tokenised, cut into sentences, run through the model with sinks and window
+in sight, encoded block by block, and committed as a whole. A question is read twice: once to find what it asks for,
+once with that in sight. Knows files only through the store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from conf.schema import AnswerMode, MemoryConfig
+from runtime.errors import UserError
+from runtime.living_kv import confidence as sure
+from runtime.living_kv.codec import Codec
+from runtime.living_kv.cold import ColdBlocks
+from runtime.living_kv.confidence import Verdict
+from runtime.living_kv.errors import MemoryUsageError, StoreRefusedError
+from runtime.living_kv.hot import HotState
+from runtime.living_kv.index import VectorIndex, layer_numbers, projection, projection_digest
+from runtime.living_kv.lexical import LexicalIndex
+from runtime.living_kv.positions import Mode, choose_mode
+from runtime.living_kv.quote import in_scope, open_lexical, quote_sentences, readable_text
+from runtime.living_kv.select import Selection, select
+from runtime.living_kv.sentences import (
+    MAX_TOKENS,
+    SPLITTER_VERSION,
+    Sentence,
+    byte_offsets,
+    readable,
+    split_text,
+    to_token_spans,
+)
+from runtime.living_kv.store import TEXT, Header, Store, Update, new_store_id
+from runtime.models.dense import DenseModel
+from runtime.sampling import Sampler, SamplingParams
+from runtime.text import ChatOptions, StreamDecoder, TemplateCodec, TextCodec
+
+log = logging.getLogger(__name__)
+
+REREAD = "read the stored text in anew with stages=[memory_migrate]"
+PROJECTION_SEED = 20240601
+CHARACTERS_PER_TOKEN = 4  # a piece of text is cut at about commit_tokens of these
+SNAPSHOT = struct.Struct("<QQQ")  # sinks, first hot position, position
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the memory says to a question."""
+
+    text: str
+    tokens: list[int]
+    verdict: Verdict
+    mode: str  # kv, ground, quote
+    sentences: list[dict[str, Any]]  # what it rests on, best first, as quotes
+    position_mode: str
+    largest_distance: int
+    support: float
+    fetched_tokens: int
+    read_nbytes: int  # of blocks, from the drive
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the `memory` field of a reply, with the answer."""
+        return {
+            "answer": self.text,
+            "mode": self.mode,
+            "confidence": self.verdict.confidence,
+            "low_confidence": self.verdict.is_low,
+            "reason": self.verdict.reason,
+            "support": round(self.support, 4),
+            "positions": self.position_mode,
+            "largest_distance": self.largest_distance,
+            "fetched_tokens": self.fetched_tokens,
+            "read_nbytes": self.read_nbytes,
+            "sentences": self.sentences,
+        }
+
+
+def model_identity(model: DenseModel) -> dict[str, Any]:
+    """Return what changes keys and values: the architecture, its numbers, the weights, the arithmetic.
+
+    Weight files up to 1 GiB are hashed whole, larger ones by their headers and samples.
+    """
+    spec = model.spec
+    return {
+        "architecture": spec.model_type,
+        "layers": spec.depth,
+        "hidden": spec.hidden,
+        "kv_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "rope_theta": spec.rope_theta,
+        "eps": spec.eps,
+        "weights": _weights_digest(model.layout.files),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _weights_digest(paths: Sequence[Path]) -> str:
+    hasher = blake3()
+    for path in paths:
+        size = path.stat().st_size
+        with open(path, "rb") as f:
+            if size <= 2**30:
+                hasher.update(f.read())
+                continue
+            (header_nbytes,) = struct.unpack("<Q", f.read(8))
+            hasher.update(f"{size}".encode() + f.read(header_nbytes))
+            for i in range(256):
+                f.seek((size - 4096) * i // 255)
+                hasher.update(f.read(4096))
+    return hasher.hexdigest(length=16)
+
+
+def new_header(model: DenseModel, snapshot: Path, config: MemoryConfig, created: str) -> Header:
+    """Return the header of a store for this model."""
+    spec = model.spec
+    layers = layer_numbers(config.index_layers, spec.depth)
+    matrix = projection(spec.hidden, config.index_dim, PROJECTION_SEED)
+    return Header(
+        store_id=new_store_id(),
+        kind="kv",
+        created=created,
+        codec=config.codec.value,
+        block=config.block,
+        layers=spec.depth,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        dtype=str(model.dtype).removeprefix("torch."),
+        vector_values=len(layers) * matrix.shape[1],
+        index_layers=layers,
+        projection_seed=PROJECTION_SEED,
+        projection_digest=projection_digest(matrix),
+        model=model_identity(model),
+        tokenizer=tokenizer_digest(snapshot),
+        rope_theta=spec.rope_theta,
+        splitter=SPLITTER_VERSION,
+    )
+
+
+def tokenizer_digest(snapshot: Path) -> str:
+    """Return what tells tokenizers apart."""
+    return blake3((snapshot / "tokenizer.json").read_bytes()).hexdigest(length=16)
+
+
+def check_identity(header: Header, model: DenseModel, snapshot: Path) -> None:
+    """Refuse a store of another model, naming both."""
+    if header.kind != "kv":
+        raise StoreRefusedError(
+            "this store holds text only: no model can read keys and values from it",
+            "ask it with stages=[memory_quote], or make a kv store with stages=[memory_migrate]",
+        )
+    ours = {**model_identity(model), "tokenizer": tokenizer_digest(snapshot)}
+    theirs = {**header.model, "tokenizer": header.tokenizer}
+    wrong = [k for k in ours if ours[k] != theirs.get(k)]
+    if wrong:
+        raise StoreRefusedError(
+            f"E-MODEL: the store was made by another model: "
+            f"{', '.join(f'{k} {theirs.get(k)} there, {ours[k]} here' for k in wrong)}",
+            f"choose that model, or {REREAD}",
+        )
+    if header.splitter != SPLITTER_VERSION:
+        raise StoreRefusedError(
+            "E-VERSION: the store's sentences were cut by another version of the splitter", REREAD
+        )
+
+
+class _Means:
+    """Sums up hidden states of index layers by sentence while a piece goes through the model."""
+
+    def __init__(
+        self, layers: Sequence[int], matrix: Tensor, owners: Sequence[int], count: int
+    ) -> None:
+        """owners: the sentence of each token of the piece.  matrix: [hidden, dim]."""
+        self._layers = {layer: i for i, layer in enumerate(layers)}
+        self._matrix, self._owners = matrix, torch.tensor(owners)
+        self._sums = torch.zeros(len(layers), count, matrix.shape[1], dtype=torch.float64)
+        self._counts = torch.bincount(self._owners, minlength=count).double()
+        self.at = 0  # token of the piece where the present forward starts
+
+    def __call__(self, layer: int, hidden: Tensor) -> None:
+        i = self._layers.get(layer)
+        if i is not None:
+            part = self._owners[self.at : self.at + len(hidden)]
+            self._sums[i].index_add_(0, part, (hidden.float().cpu() @ self._matrix).double())
+
+    def vectors(self) -> np.ndarray[Any, Any]:
+        """Return [count, layers * dim] fp16."""
+        means = self._sums / self._counts.clamp_min(1).unsqueeze(1)
+        out: np.ndarray[Any, Any] = means.transpose(0, 1).flatten(1).half().numpy()
+        return out
+
+
+class Memory:
+    """One store, opened with its model."""
+
+    def __init__(
+        self,
+        model: DenseModel,
+        codec: TextCodec,
+        store: Store,
+        config: MemoryConfig,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """The store's identity must have been checked. Raises UserError for settings that cannot work."""
+        _check_config(config, store.header)
+        self.model, self.text, self.store, self.config, self.clock = (
+            model,
+            codec,
+            store,
+            config,
+            clock,
+        )
+        h = store.header
+        self.codec = Codec(h.codec, h.layers, h.kv_heads, h.head_dim)
+        self.cold = ColdBlocks(store, self.codec, int(config.ram_gib * 2**30))
+        dim = h.vector_values // len(h.index_layers)
+        matrix = projection(model.spec.hidden, dim, h.projection_seed)
+        if projection_digest(matrix) != h.projection_digest:
+            raise StoreRefusedError(
+                "E-EMBED: this machine computes another projection than the store's", REREAD
+            )
+        self._matrix = torch.from_numpy(matrix)
+        self._state: HotState | None = None  # the timeline's hot tier
+        self._scratch: HotState | None = None
+        self.was_rebuilt = False  # the hot tier came from cold blocks, not from its snapshot
+        self.read_tokens = 0  # of source text, through the model
+        self._index: VectorIndex | None = None
+        self._lexical: LexicalIndex | None = None
+
+    # ---- the hot tier ---------------------------------------------------------------------------------------------
+
+    def _hot_state(self, budget: int) -> HotState:
+        c = self.config
+        return HotState(
+            self.model.spec, c.sinks, budget, c.window, c.chunk, self.model.dtype, self.model.device
+        )
+
+    @property
+    def state(self) -> HotState:
+        """The timeline: restored exactly from its snapshot, else from cold blocks and the exact tail."""
+        if self._state is None:
+            self._state = self._restore(self._hot_state(0), self.config.window)
+        return self._state
+
+    @property
+    def hot_nbytes(self) -> int:
+        """Bytes of the hot buffers that are made."""
+        return sum(s.nbytes for s in (self._state, self._scratch) if s is not None)
+
+    def _restore(self, state: HotState, window: int) -> HotState:
+        """Fill an empty state with the sinks and the last tokens, at most `window`, of the committed timeline."""
+        end = self.store.commit.tokens
+        state.clear()
+        if not end:
+            return state
+        raw = self.store.read_hot()
+        if raw is not None:
+            sinks, start, position = SNAPSHOT.unpack_from(raw)
+            rows = sinks + position - start
+            keys, values = self._from_exact(raw[SNAPSHOT.size :], rows)
+            first = max(start, end - window)
+            cut = sinks + first - start
+            state.put_hot(keys[:, cut:], values[:, cut:], first)
+            if first:
+                have = keys[:, :sinks] if sinks else keys[:, : state.sinks]
+                n = min(have.shape[1], first, state.sinks)
+                state.put_sinks(keys[:, :n], values[:, :n])
+            return state
+        self.was_rebuilt = True
+        keys, values, first = self._last_tokens(end, window)
+        state.put_hot(keys, values, first)
+        if first:
+            found = self.cold.fetch([(0, min(state.sinks, first))])
+            state.put_sinks(found[0], found[1])
+        return state
+
+    def _last_tokens(self, end: int, window: int) -> tuple[Tensor, Tensor, int]:
+        """Return keys, values of the last tokens from cold blocks and the exact tail, and the first position."""
+        block = self.store.header.block
+        tail_at = self.store.commit.blocks * block
+        keys, values, places = self.cold.fetch([(max(0, end - window), tail_at)])
+        holes = (places[1:] - places[:-1] != 1).nonzero()
+        skip = int(holes[-1]) + 1 if len(holes) else 0
+        if len(places) and int(places[-1]) != tail_at - 1:  # the last block is damaged
+            skip = len(places)
+        keys, values, places = keys[:, skip:], values[:, skip:], places[skip:]
+        tail = self.store.tail
+        if end > tail_at and tail:
+            k, v = self._from_exact(tail, end - tail_at)
+            keys, values = (
+                torch.cat([keys.to(k.dtype), k], 1),
+                torch.cat([values.to(v.dtype), v], 1),
+            )
+        return keys, values, end - keys.shape[1]
+
+    def _exact(self, keys: Tensor, values: Tensor) -> bytes:
+        both = torch.stack([keys, values]).contiguous()
+        raw: bytes = both.view(torch.uint8).cpu().numpy().tobytes()
+        return raw
+
+    def _from_exact(self, raw: bytes, tokens: int) -> tuple[Tensor, Tensor]:
+        h = self.store.header
+        flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, h.dtype))
+        keys, values = flat.view(2, h.layers, tokens, h.kv_heads, h.head_dim)
+        return keys, values
+
+    def _snapshot(self) -> bytes:
+        """Return the exact bytes of sinks and window."""
+        state = self.state
+        first = max(state.hot_start, state.position - self.config.window)
+        sinks = state.num_sinks
+        keys, values = state.hot(first, state.position)
+        if sinks or first > 0:
+            k, v = (part.clone() for part in state.sink_rows())
+            sinks = k.shape[1]
+            keys, values = torch.cat([k, keys], 1), torch.cat([v, values], 1)
+        return SNAPSHOT.pack(sinks, first, state.position) + self._exact(keys, values)
+
+    # ---- taking text in -------------------------------------------------------------------------------------------
+
+    def ingest(
+        self,
+        data: bytes,
+        session: str,
+        tag: str = "",
+        source: str = "",
+        progress: Callable[[int], None] = lambda _nbytes: None,
+    ) -> int:
+        """Append text as a session; each piece is committed as a whole. Returns the tokens that were read.
+
+        The same bytes again under the same name, after an interruption, go on behind the last committed piece.
+        progress: called with the bytes that are done.
+        """
+        if not data.strip():
+            raise MemoryUsageError(
+                "there is no text to take in", "give a file with text: memory.file=notes.txt"
+            )
+        digest = blake3(data).hexdigest(length=16)
+        before = self.read_tokens
+        number, done = self._open_session(session, tag, source, digest)
+        pieces = list(cut_pieces(data, CHARACTERS_PER_TOKEN * self.config.commit_tokens))
+        at = 0
+        for i, piece in enumerate(pieces):
+            at += len(piece)
+            if at > done:
+                start = (
+                    [self._session_line(session, tag, source, digest, number)]
+                    if at == len(piece)
+                    else []
+                )
+                is_last = i == len(pieces) - 1
+                end = [{"id": number, "finished": True}] if is_last else []
+                self._take_piece(piece, number, [*start, *end], with_snapshot=is_last)
+                progress(at)
+        self._refresh()
+        return self.read_tokens - before
+
+    def _open_session(self, name: str, tag: str, source: str, digest: str) -> tuple[int, int]:
+        """Return the session's number, and how many of its bytes are committed already."""
+        sessions = self.store.sessions
+        if sessions:
+            last = sessions[-1]
+            if not last.is_finished:
+                if (last.name, last.tag, last.source, last.digest) == (name, tag, source, digest):
+                    mine = self.store.sentences["session"] == last.id
+                    return last.id, int(self.store.sentences["text_len"][mine].sum())
+                log.warning(
+                    "session %s was not finished: %s starts behind what is stored of it",
+                    last.name,
+                    name,
+                )
+        return len(sessions), 0
+
+    def _session_line(
+        self, name: str, tag: str, source: str, digest: str, number: int
+    ) -> dict[str, Any]:
+        return {
+            "id": number, "name": name, "tag": tag, "started": self.clock(), "source": source, "digest": digest,
+        }  # fmt: skip
+
+    def _tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        return self.text.encode_with_offsets(readable(text))
+
+    def _take_piece(
+        self, piece: bytes, session: int, lines: Sequence[dict[str, Any]], with_snapshot: bool
+    ) -> None:
+        """Run one piece through the model and commit it."""
+        text = piece.decode("utf-8", "surrogateescape")
+        ids, offsets = self._tokenize(text)
+        if not ids:
+            raise MemoryUsageError(
+                "the text holds nothing that the tokenizer knows", "give other text"
+            )
+        spans = to_token_spans(split_text(text), offsets)
+        state = self.state
+        self._check_range(state.position + len(ids))
+        first = state.position
+        means = _Means(self.store.header.index_layers, self._matrix, _owners(spans), len(spans))
+        update = Update(tokens=ids, text=piece, sessions=lines)
+        state.observer = means
+        try:
+            for at in range(0, len(ids), self.config.chunk):
+                means.at = at
+                self.model.run(ids[at : at + self.config.chunk], state)
+                self._encode_blocks(state, update)
+        except BaseException:
+            self._state = None  # half of a chunk is in it
+            raise
+        finally:
+            state.observer = None
+        self.read_tokens += len(ids)
+        bytes_at, text_at = byte_offsets(text), self.store.commit.lengths.get(TEXT, 0)
+        update.sentences = [
+            (
+                first + s.lo,
+                first + s.hi,
+                text_at + int(bytes_at[s.start]),
+                int(bytes_at[s.end] - bytes_at[s.start]),
+                session,
+            )
+            for s in spans
+        ]
+        update.vectors = means.vectors().tobytes()
+        self._commit(update, with_snapshot)
+
+    def _encode_blocks(self, state: HotState, update: Update) -> None:
+        """Encode every block whose last token exists."""
+        block = self.store.header.block
+        number = self.store.commit.blocks + len(update.blocks)
+        while (number + 1) * block <= state.position:
+            payload = self.codec.encode(*state.hot(number * block, (number + 1) * block))
+            update.blocks.append((number * block, block, payload))
+            number += 1
+
+    def _commit(self, update: Update, with_snapshot: bool) -> None:
+        state, block = self.state, self.store.header.block
+        tail_at = (self.store.commit.blocks + len(update.blocks)) * block
+        if tail_at < state.position:
+            update.tail = self._exact(*state.hot(tail_at, state.position))
+        if with_snapshot:
+            update.hot = self._snapshot()
+        number = self.store.commit.blocks
+        try:
+            self.store.append(update)
+        except BaseException:
+            self._state = None  # it holds tokens that are not committed
+            raise
+        for i, (_, _, payload) in enumerate(update.blocks):
+            self.cold.put(number + i, payload)
+        self._index = self._lexical = None
+
+    def _check_range(self, end: int) -> None:
+        spec, wanted = self.model.spec, self.config.position.value
+        if end > spec.max_positions and wanted == "absolute":
+            raise UserError(
+                f"E-RANGE: the timeline would reach position {end:,}, the model was made for {spec.max_positions:,}",
+                "set memory.position=near, or begin another store",
+            )
+
+    def _refresh(self) -> None:
+        """Save the word index, and fit the confidence when the store has doubled."""
+        self.lexical.save()
+        count = len(self.store.sentences)
+        fitted = sure.load_estimator(self.store.root)
+        if count >= sure.MIN_SENTENCES and (fitted is None or count >= 2 * fitted.sentences):
+            self.calibrate()
+
+    # ---- finding --------------------------------------------------------------------------------------------------
+
+    @property
+    def lexical(self) -> LexicalIndex:
+        if self._lexical is None:
+            self._lexical = open_lexical(self.store)
+        return self._lexical
+
+    @property
+    def index(self) -> VectorIndex:
+        if self._index is None:
+            h = self.store.header
+            self._index = VectorIndex(
+                self.store.vectors(), len(h.index_layers), self.config.remove_pc
+            )
+        return self._index
+
+    @property
+    def scratch(self) -> HotState:
+        """The buffers in which questions are answered; the timeline stays as it is."""
+        if self._scratch is None:
+            self._scratch = self._hot_state(max(self.config.budget, MAX_TOKENS) + MAX_TOKENS)
+        return self._scratch
+
+    def _start_scratch(self) -> HotState:
+        """Return the scratch state with sinks and the last tokens in sight, as the timeline stands."""
+        scratch, tail = self.scratch, self.config.recency_tail
+        scratch.mode = Mode.absolute
+        if self._state is None:
+            self._restore(scratch, tail)
+        else:
+            state = self._state
+            first = max(state.hot_start, state.position - tail)
+            keys, values = state.hot(first, state.position)
+            scratch.put_hot(keys, values, first)
+            if first:
+                k, v = state.sink_rows()
+                n = min(k.shape[1], first)
+                scratch.put_sinks(k[:, :n], v[:, :n])
+        scratch.floor = scratch.hot_start
+        return scratch
+
+    def probe(self, question: str) -> np.ndarray[Any, Any]:
+        """Return a question's vector: the mean of its tokens' hidden states with sinks and the last tokens in sight."""
+        ids, _ = self._tokenize(question)
+        scratch = self._start_scratch()
+        self._check_room(len(ids))
+        means = _Means(self.store.header.index_layers, self._matrix, [0] * len(ids), 1)
+        scratch.observer = means
+        try:
+            for at in range(0, len(ids), self.config.chunk):
+                means.at = at
+                self.model.run(ids[at : at + self.config.chunk], scratch)
+        finally:
+            scratch.observer = None
+        found: np.ndarray[Any, Any] = means.vectors()[0]
+        return found
+
+    def find(
+        self, question: str, hidden: int | None = None, is_probed: bool = True
+    ) -> Selection | None:
+        """Choose the sentences for a question.  hidden: a sentence that must not be found.  None: nothing in scope."""
+        c, sentences = self.config, self.store.sentences
+        allowed = in_scope(self.store, c.scope)
+        if hidden is not None:
+            allowed[hidden] = False
+        if not allowed.any():
+            return None
+        dense = self.index.scores(self.probe(question)) if is_probed else None
+        lengths = (sentences["hi"] - sentences["lo"]).astype(np.int64)
+        return select(
+            dense,
+            self.lexical.scores(question),
+            lengths,
+            allowed,
+            c.budget,
+            c.gap,
+            c.min_sentence,
+            c.fuse.value,
+            c.width.value,
+            question,
+            is_all=bool(lengths[allowed].sum() <= c.budget),
+        )
+
+    def calibrate(self, count: int | None = None) -> sure.Estimator | None:
+        """Fit the confidence to the store's own sentences, and keep the fit beside it."""
+        texts = [readable_text(self.store, i) for i in range(len(self.store.sentences))]
+        count = self.config.calibration if count is None else count
+        found = sure.calibrate(
+            texts, self.find, self.lexical.rarest, count, self.config.confidence_target
+        )
+        if found is not None:
+            sure.save_estimator(self.store.root, found)
+        return found
+
+    # ---- answering ------------------------------------------------------------------------------------------------
+
+    def prompt(self, question: str) -> list[int]:
+        """Return the tokens that are answered: through the chat template, or the bare text."""
+        if self.config.template.value == "none" or not isinstance(self.text, TemplateCodec):
+            return self._tokenize(question)[0]
+        return self.text.encode_chat([{"role": "user", "content": question}], ChatOptions())
+
+    def attend(self, prompt: Sequence[int], found: Selection | None) -> Tensor:
+        """Read a prompt with the chosen sentences in sight: fp32 logits [1, vocab] of what comes next."""
+        scratch = self._start_scratch()
+        spans = []
+        for i in found.sentences if found else ():
+            lo, hi = int(self.store.sentences["lo"][i]), int(self.store.sentences["hi"][i])
+            spans.append((max(lo, scratch.num_sinks), min(hi, scratch.hot_start)))
+        keys, values, places = self.cold.fetch(spans)
+        scratch.retrieve(keys, values, places)
+        self._check_room(len(prompt))
+        mode = choose_mode(
+            self.config.position.value, self.model.spec, scratch.largest_distance + len(prompt)
+        )
+        if mode is Mode.near:
+            scratch.bring_near()
+        scratch.mode = mode
+        logits = None
+        for at in range(0, len(prompt), self.config.chunk):
+            logits = self.model.run(prompt[at : at + self.config.chunk], scratch)
+        assert logits is not None, "an empty prompt"
+        return self.model.logits(logits[-1:])
+
+    @property
+    def _room(self) -> int:
+        """Tokens that still fit behind what the scratch state holds."""
+        scratch = self.scratch
+        return self.config.window + self.config.chunk - (scratch.position - scratch.hot_start)
+
+    def _check_room(self, tokens: int) -> None:
+        if tokens >= self._room:
+            raise UserError(
+                f"E-RANGE: the question has {tokens} tokens, there is room for {self._room} with its answer",
+                "shorten it, or raise memory.window",
+            )
+
+    def generate(self, logits: Tensor, params: SamplingParams) -> Iterator[tuple[int, str]]:
+        """Draw an answer behind `attend`: (token, text that has become certain)."""
+        scratch = self.scratch
+        sampler = Sampler(params, self.text.vocab_size)
+        stream = StreamDecoder(self.text)
+        room = self._room
+        limit = room if params.max_tokens is None else min(room, params.max_tokens)
+        for count in range(limit):
+            token = sampler(logits)
+            if token in self.text.stop_ids:
+                break
+            yield token, stream.push(token)
+            if count + 1 < limit:
+                logits = self.model.logits(self.model.run([token], scratch))
+        rest = stream.flush()
+        if rest:
+            yield -1, rest
+
+    def ask(self, question: str, params: SamplingParams, mode: AnswerMode | None = None) -> Answer:
+        """Answer from what is stored. The store does not change.  mode: None is the config's."""
+        if not question.strip():
+            raise MemoryUsageError("the question is empty", 'give one: memory.question="..."')
+        read = self.store.read_nbytes
+        found = self.find(question)
+        verdict = sure.judge(found, sure.load_estimator(self.store.root))
+        mode = mode or self.config.mode
+        best = list(found.ranked[: self.config.k]) if found else []
+        if mode is AnswerMode.quote or (
+            mode is AnswerMode.auto and (verdict.is_low or found is None)
+        ):
+            return self._quoted(best, verdict, read)
+        tokens, text = self._answer(self.prompt(question), found, params)
+        share, used = self._support(text, found), AnswerMode.kv
+        if mode is AnswerMode.ground or (mode is AnswerMode.auto and share < sure.MIN_SUPPORT):
+            used = AnswerMode.ground
+            grounded = "\n".join(
+                readable_text(self.store, i).strip() for i in (found.sentences if found else ())
+            )
+            tokens, text = self._answer(self.prompt(f"{grounded}\n\n{question}"), None, params)
+            share = self._support(text, found)
+        if share < sure.MIN_SUPPORT:
+            verdict = Verdict(
+                min(verdict.confidence, 0.5), True, verdict.reason or "unsupported_answer"
+            )
+            if mode is AnswerMode.auto:
+                return self._quoted(best, verdict, read)
+        return self._result(text, tokens, verdict, used.value, best, share, read)
+
+    def _answer(
+        self, prompt: Sequence[int], found: Selection | None, params: SamplingParams
+    ) -> tuple[list[int], str]:
+        pieces = list(self.generate(self.attend(prompt, found), params))
+        return [token for token, _ in pieces if token >= 0], "".join(text for _, text in pieces)
+
+    def _support(self, answer: str, found: Selection | None) -> float:
+        texts = [readable_text(self.store, i) for i in (found.sentences if found else ())]
+        return sure.support(answer, "\n".join(texts))
+
+    def _quoted(self, best: Sequence[int], verdict: Verdict, read: int) -> Answer:
+        text = "\n".join(readable_text(self.store, i).strip() for i in best[:3])
+        return self._result(
+            text, [], verdict, AnswerMode.quote.value, best, 1.0 if best else 0.0, read
+        )
+
+    def _result(
+        self, text: str, tokens: list[int], verdict: Verdict, mode: str, best: Sequence[int], share: float, read: int
+    ) -> Answer:  # fmt: skip
+        scratch = self.scratch
+        quotes = [q.to_dict() for q in quote_sentences(self.store, best, [0.0] * len(best))]
+        return Answer(
+            text, tokens, verdict, mode, quotes, scratch.mode.value, scratch.largest_distance, share,
+            scratch.num_retrieved, self.store.read_nbytes - read,
+        )  # fmt: skip
+
+    # ---- conversations --------------------------------------------------------------------------------------------
+
+    def turn(self, question: str, session: str, params: SamplingParams) -> Answer:
+        """Answer, and take question and answer into the timeline: the next turn, here or elsewhere, remembers them."""
+        if len(self.store.sentences):
+            # a turn need not be about what is stored: unsure, the model answers, flagged, and no quote takes its place
+            mode = AnswerMode.kv if self.config.mode is AnswerMode.auto else self.config.mode
+            answer = self.ask(question, params, mode)
+        else:
+            answer = self._first_turn(question, params)
+        sessions = self.store.sessions
+        known = [s for s in sessions if s.name == session and s.source == "chat"]
+        lines = [] if known else [self._session_line(session, "chat", "chat", "", len(sessions))]
+        number = known[-1].id if known else len(sessions)
+        said = f"{question.strip()}\n{answer.text.strip()}\n"
+        self._take_piece(said.encode(), number, lines, with_snapshot=False)
+        self.lexical.save()
+        return answer
+
+    def _first_turn(self, question: str, params: SamplingParams) -> Answer:
+        tokens, text = self._answer(self.prompt(question), None, params)
+        return self._result(text, tokens, Verdict(0.0, True, "empty_store"), "kv", [], 0.0, 0)
+
+    def close_session(self) -> None:
+        """Commit an exact snapshot of the hot tier, so that another process goes on with the same numbers."""
+        if self.store.commit.tokens and self.store.commit.hot is None:
+            self._commit(Update(), with_snapshot=True)
+            self.lexical.save()
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def _check_config(config: MemoryConfig, header: Header) -> None:
+    faults = []
+    if config.window < config.chunk:
+        faults.append(f"memory.window={config.window} is below memory.chunk={config.chunk}")
+    if config.window < header.block + config.sinks:
+        faults.append(
+            f"memory.window={config.window} is below a block of {header.block} tokens and the sinks"
+        )
+    if config.recency_tail < header.block or config.recency_tail > config.window:
+        faults.append(
+            f"memory.recency_tail={config.recency_tail} must be {header.block} to memory.window"
+        )
+    if faults:
+        raise MemoryUsageError(
+            "; ".join(faults), "the defaults fit each other: leave these keys out"
+        )
+
+
+def _owners(spans: Sequence[Sentence]) -> list[int]:
+    return [i for i, s in enumerate(spans) for _ in range(s.lo, s.hi)]
+
+
+def cut_pieces(data: bytes, characters: int) -> Iterator[bytes]:
+    """Cut text into pieces of at most `characters`, at a line's end where there is one, else at a blank."""
+    text = data.decode("utf-8", "surrogateescape")
+    at = 0
+    while len(text) - at > characters:
+        end = max(text.rfind("\n", at + characters // 2, at + characters), -1) + 1
+        if end <= 0:
+            end = text.rfind(" ", at + characters // 2, at + characters) + 1
+        end = end if end > at else at + characters
+        yield text[at:end].encode("utf-8", "surrogateescape")
+        at = end
+    if at < len(text):
+        yield text[at:].encode("utf-8", "surrogateescape")
+
+
+def identity_text(header: Header) -> str:
+    """Return a model identity for people."""
+    return json.dumps(dict(header.model), sort_keys=True)

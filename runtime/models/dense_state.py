@@ -1,0 +1,82 @@
+"""What a dense model's attention asks of a conversation, and the plain one: every key and value, in growing buffers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels import reference as ops
+from runtime.models.buffers import appended
+from runtime.models.dense_weights import DenseSpec
+
+SCORES_NBYTES = 2**28  # of fp32 scores that one call holds at once
+
+
+class KvState(Protocol):
+    """Keys and values of one conversation. A forward is begin, then attend and observe per layer, then end."""
+
+    position: int  # of the next token
+
+    def begin(self, num_tokens: int) -> None:
+        """Make room for the next tokens and decide what they see."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Take keys and values in and attend.
+
+        q: [T, heads, D].  k, v: [T, kv_heads, D]; q and k rotated at their positions.  Returns [T, heads, D].
+        """
+
+    def observe(self, layer: int, hidden: Tensor) -> None:
+        """See the residual stream [T, H] after a layer."""
+
+    def end(self) -> None:
+        """All layers have seen the tokens."""
+
+
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    """Attend in pieces of queries that keep the scores small.
+
+    q: [T, heads, D].  k, v: [S, kv_heads, D].  visible: [T, S] bool, or None: each query sees all.  Returns q's shape.
+    """
+    rows = max(1, SCORES_NBYTES // (4 * q.shape[1] * k.shape[0]))
+    if rows >= q.shape[0]:
+        return ops.attention(q, k, v, visible)
+    out = torch.empty_like(q)
+    for at in range(0, q.shape[0], rows):
+        part = slice(at, at + rows)
+        out[part] = ops.attention(q[part], k, v, None if visible is None else visible[part])
+    return out
+
+
+class DenseState:
+    """All keys and values: full attention."""
+
+    def __init__(self, spec: DenseSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self.position = 0
+        self._count = 0
+        shape = (0, spec.kv_heads, spec.head_dim)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.depth)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.depth)]
+        self._visible: Tensor | None = None
+        self._device = device
+
+    def begin(self, num_tokens: int) -> None:
+        self._count, self._visible = num_tokens, None
+        if num_tokens > 1:
+            end = self.position + num_tokens
+            queries = torch.arange(self.position, end, device=self._device)
+            self._visible = queries.unsqueeze(1) >= torch.arange(end, device=self._device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.keys[layer] = appended(self.keys[layer], self.position, k)
+        self.values[layer] = appended(self.values[layer], self.position, v)
+        end = self.position + self._count
+        return attend_rows(q, self.keys[layer][:end], self.values[layer][:end], self._visible)
+
+    def observe(self, layer: int, hidden: Tensor) -> None:
+        """Nothing is kept of it."""
+
+    def end(self) -> None:
+        self.position += self._count
