@@ -23,6 +23,7 @@ FREE_TEXT = (
     "model.path",
     "paths.outputs",
     "paths.artifacts",
+    "paths.hub",
 )  # values that need no quoting
 
 TAKES_VALUE = (  # Hydra's options whose next word is no override
@@ -119,7 +120,7 @@ def _as_usage_error(error: Exception) -> Exception:
 
 def run_stages(cfg: object, run_dir: Path) -> None:
     """Run (or, with dry_run, explain) what a checked config asks for."""
-    from conf.schema import RunConfig
+    from conf.schema import RunConfig, Source
     from stages.core import Runner
 
     assert isinstance(cfg, RunConfig)
@@ -127,6 +128,11 @@ def run_stages(cfg: object, run_dir: Path) -> None:
     if cfg.dry_run:
         for name, decision in runner.explain(cfg.stages):
             print(f"{name}: {decision}")
+        if cfg.model.source is not Source.bundled:
+            from stages.disk_report import fetch_line, format_disk
+
+            rooms = runner.expected_disk(cfg.stages)
+            print(format_disk(rooms, fetch_line(cfg, rooms)))
         return
     runner.run(cfg.stages)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = (
-    "synthetic", "download", "repack", "spot_check", "residents", "verify", "bench", "chat", "serve",
+    "synthetic", "download", "repack", "spot_check", "residents", "verify", "bench", "chat", "serve", "plan",
 )  # fmt: skip
 
 
@@ -125,6 +125,10 @@ class ModelConfig:
     revision: str = "???"  # 40 hex digits on the hub; any text for a local folder
     # patterns of the files wanted; one with a slash is of a folder inside the snapshot
     files: list[str] = field(default_factory=lambda: ["*"])
+    # patterns of tensors that are not needed: from the hub, shards of nothing else are not fetched; [] fetches all
+    leave_out: list[str] = field(default_factory=list)
+    files_gib: float | None = None  # of all wanted files, for plans before any is here
+    released: str | None = None  # folder with this model's config.json, for the same purpose
     setup: list[str] = field(
         default_factory=list
     )  # stages that make what an engine opens, in order
@@ -133,6 +137,16 @@ class ModelConfig:
     deltanet: Deltanet = Deltanet.bf16
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+@dataclass
+class HubConfig:
+    """How files come from the hub. HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE are read as by other tools."""
+
+    files_at_once: int = 4  # files in flight; their bytes share the line
+    stall_s: float = 30.0  # without bytes for this long a connection is closed and made anew
+    retries: int = 8  # in a row without progress, with growing pauses; then an error
+    line_mbit_s: float = 100.0  # the line that dry_run and plan reckon with
 
 
 @dataclass
@@ -145,6 +159,15 @@ class DriveConfig:
     piece_kib: int = 128  # but none smaller than this: below, a request costs more than its bytes
     simulate_gib_s: float = 0.0  # pretend the drive gives this many GiB/s; 0 is the real drive
     simulate_latency_us: float = 0.0  # and adds this much to every read
+
+
+@dataclass
+class RatesConfig:
+    """How fast the machine is, for plans; null: what stages=[doctor] measured on this machine."""
+
+    drive_gib_s: float | None = None  # whole experts, random, direct
+    pcie_gib_s: float | None = None  # copies from pinned RAM to the GPU
+    memory_gib_s: float | None = None  # reading where it is computed: the GPU's memory, or RAM
 
 
 @dataclass
@@ -168,6 +191,7 @@ class HwConfig:
     pin_threads: bool = True  # with a GPU: decoding on one fast core, reader threads on the others
     compute_threads: int = 0  # threads of CPU arithmetic; 0: all cores but one, at most 8
     drive: DriveConfig = field(default_factory=DriveConfig)
+    rates: RatesConfig = field(default_factory=RatesConfig)
 
 
 @dataclass
@@ -230,6 +254,9 @@ class PathsConfig:
     artifacts: str = (
         "${paths.outputs}/artifacts"  # what the set-up stages make; put it on the fastest drive
     )
+    hub: str | None = (
+        None  # files of the hub, laid out as its cache is; null: the folder that HF_HUB_CACHE or HF_HOME names
+    )
 
 
 @dataclass
@@ -273,6 +300,7 @@ class RunConfig:
     deepseek: DeepseekConfig = field(default_factory=DeepseekConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
     spot_check: SpotCheckConfig = field(default_factory=SpotCheckConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
@@ -312,6 +340,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "hw.drive.piece_kib": (4, 2**20),
     "hw.drive.simulate_gib_s": (0, 1000),
     "hw.drive.simulate_latency_us": (0, 1e6),
+    "hw.rates.drive_gib_s": (0.001, 1e6),
+    "hw.rates.pcie_gib_s": (0.001, 1e6),
+    "hw.rates.memory_gib_s": (0.001, 1e6),
     "hw.ram_gib": (0.0625, 2**20),
     "hw.vram_gib": (0.25, 2**20),
     "hw.reserve_gib": (0, 2**20),
@@ -334,6 +365,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "bench.warmup_tokens": (0, 2**20),
     "bench.repeats": (1, 1000),
     "bench.prompt_length": (1, 2**20),
+    "model.files_gib": (0, 1e9),
+    "hub.files_at_once": (1, 64),
+    "hub.stall_s": (0.1, 3600),
+    "hub.retries": (0, 1000),
+    "hub.line_mbit_s": (0.001, 1e7),
     "serve.port": (0, 65535),
     "serve.queue": (0, 10000),
     "serve.keep_alive_s": (0, 3600),
@@ -421,6 +457,8 @@ def _range_faults(run: RunConfig) -> Iterable[str]:
     threads = run.hw.drive.window * run.hw.drive.pieces
     if threads > 256:
         yield f"hw.drive.window x hw.drive.pieces makes {threads} reader threads, at most 256"
+    if run.model.source is Source.hub and not run.model.repo:
+        yield "model.source=hub needs model.repo, as ORG/NAME on the hub"
     if run.hw.device not in ("auto", "cpu", "cuda"):
         yield f"hw.device {run.hw.device!r} is unknown: {nearest(run.hw.device, ('auto', 'cpu', 'cuda'))}"
     if run.spot_check.experts != "all" and not run.spot_check.experts.isdecimal():

@@ -19,7 +19,8 @@ class ModelSizes:
     num_layers: int
     num_experts: int
     top_k: int
-    embedding_nbytes: int = 0  # always in RAM
+    embedding_nbytes: int = 0  # always in RAM, with what else the GPU reads there
+    host_read_nbytes: int = 0  # of it, what every token reads over the link
     # what computing holds beside these is the largest of several lines: (bytes, bytes for each token of a prompt piece)
     scratch: tuple[tuple[int, int], ...] = ((0, 0),)
 

@@ -118,7 +118,9 @@ def unit_of(node: ast.expr, units: Mapping[str, Unit]) -> Unit:
             if name in _SAME_UNIT:
                 return _same(node, *found)
             if name in _PLAIN and found[0][1] != NONE:
-                raise UnitError(f"{name} takes a plain number, {ast.unparse(args[0])} is in {found[0][1]}")
+                raise UnitError(
+                    f"{name} takes a plain number, {ast.unparse(args[0])} is in {found[0][1]}"
+                )
             return found[0][1]
     raise AssertionError(node)
 

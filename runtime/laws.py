@@ -19,9 +19,7 @@ import yaml
 
 from runtime import formulas
 from runtime.formulas import Evaluate, FormulaError
-from runtime.quantities import (
-    MONEY, NONE, Unit, UnitError, convert, fits, parse_quantity, parse_unit,
-)  # fmt: skip
+from runtime.quantities import MONEY, Unit, UnitError, convert, parse_quantity, parse_unit
 
 LAWS_PATH = Path(__file__).resolve().parents[1] / "conf" / "advisor" / "laws.yaml"
 EXAMPLE_TOLERANCE = 0.005
@@ -52,6 +50,7 @@ class Variable:
     is_whole: bool = False
     source: str | None = None  # a field such as `model.params_total`, or None: given by the caller
     meaning: str = ""
+    default: float | None = None  # of an input that may be left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +75,21 @@ class Law:
 
     def __call__(self, **values: float) -> float:
         """Return the result in `unit`. Raises LawError for inputs that are missing, unknown, negative or no number."""
+        return self._evaluate(self._scope(self._checked(values)))
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The unit of each variable."""
+        return {name: variable.unit for name, variable in self.variables.items()}
+
+    @property
+    def text(self) -> str:
+        """The formula with its parts."""
+        return "; ".join([self.formula, *(f"{name} = {part}" for name, part in self.let.items())])
+
+    def _checked(self, given: Mapping[str, float]) -> dict[str, float]:
+        defaults = {n: v.default for n, v in self.variables.items() if v.default is not None}
+        values = {**defaults, **given}
         if values.keys() != self.variables.keys():
             odd = sorted(values.keys() ^ self.variables.keys())
             raise LawError(
@@ -84,7 +98,7 @@ class Law:
         for name, value in values.items():
             if isinstance(value, bool) or not math.isfinite(value) or value < 0:
                 raise LawError(f"{self.id}: {name} is {value}, it must be a number of at least 0")
-        return self._evaluate(self._scope(values))
+        return values
 
     def compute(self, inputs: Mapping[str, tuple[float, str]]) -> tuple[float, str]:
         """Return (result, unit) for inputs with written units, such as (8.2, "GiB/s").
@@ -105,15 +119,13 @@ class Law:
                 raise LawError(f"{self.id}: {name}: {error}") from error
         if len(currencies - {None}) > 1:
             both = " and ".join(sorted(c for c in currencies if c))
-            raise LawError(
-                f"{self.id}: {both} are not compared without a dated exchange rate"
-            )
+            raise LawError(f"{self.id}: {both} are not compared without a dated exchange rate")
         currency = next((c for c in currencies if c), None)
         return self(**values), self.unit.replace(MONEY, currency) if currency else self.unit
 
     def parts(self, **values: float) -> dict[str, float]:
         """Return the named parts of the formula for these values, in base units."""
-        scope = self._scope(values)
+        scope = self._scope(self._checked(values))
         return {name: scope[name] for name in self.let}
 
     def _scope(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -159,10 +171,8 @@ class Law:
                 for name, given in example["inputs"].items()
             }
             got = self(**values)
-            if example["result"] == "never":
-                wanted = math.inf
-            else:
-                wanted = quantity(example["result"], wanted_unit)
+            stated = example["result"]
+            wanted = math.inf if stated == "never" else quantity(stated, wanted_unit)
         except (KeyError, LawError, UnitError) as error:
             yield f"{self.id}: example {number} cannot be computed: {error}"
             return
@@ -258,7 +268,7 @@ def build_law(document: Mapping[str, Any], constants: Mapping[str, Constant]) ->
     variables = {
         key: Variable(
             str(v["unit"]), float(v["range"][0]), float(v["range"][1]), bool(v.get("whole", False)),
-            v.get("from"), v.get("meaning", ""),
+            v.get("from"), v.get("meaning", ""), v.get("default"),
         )
         for key, v in document["variables"].items()
     }  # fmt: skip
@@ -281,7 +291,9 @@ def build_law(document: Mapping[str, Any], constants: Mapping[str, Constant]) ->
     except (FormulaError, UnitError) as error:
         raise LawError(f"{name}: {error}") from error
     except KeyError as error:
-        raise LawError(f"{name}: unknown name {error}; a part is used before it is given") from error
+        raise LawError(
+            f"{name}: unknown name {error}; a part is used before it is given"
+        ) from error
     if found != wanted:
         raise LawError(f"{name}: the formula gives {found}, the law says {wanted}")
     used_constants = {key: c for key, c in constants.items() if key in used}
@@ -340,6 +352,18 @@ def laws() -> Mapping[str, Law]:
     return build_laws(read_yaml(LAWS_PATH))
 
 
-__all__ = [
-    "NONE", "Law", "LawError", "build_law", "build_laws", "fits", "laws", "quantity", "read_yaml",
-]  # fmt: skip
+def law(name: str) -> Law:
+    """Return one of the project's laws."""
+    return laws()[name]
+
+
+# what no data sheet says, for this project's engine. Each is of the published runs of both models on one machine (RTX
+# 5060 8 GB, PCIe 28.6 GB/s, drive 8.2 GiB/s); none is fitted to what it predicts there but where it says so.
+HIT_EXPONENT = 0.32  # a of L13: from DeepSeek's runs with 14 and 16 GB of cache; Qwen's follow from it within 1 %
+OVERLAP = 0.55  # s of L14: the middle of what the two models' drive-only runs give, 0.40 and 0.70
+# t_layer of L14: Qwen with all experts in RAM takes 86 ms, of which 46 ms are the link's and 14 ms its dense bytes'
+LAYER_S = 0.53e-3
+REPEAT_EXPONENT = (
+    0.70  # beta of L15: 24 tokens of a prompt touch 17 % of the experts, 2451 touch 99 %
+)
+PROMPT_TOK_S = 200.0  # r of L15: 130 (Qwen) to 400 (DeepSeek) were seen

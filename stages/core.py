@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,7 +68,9 @@ class Stage:
     """One step. `params` returns only what changes the output's bytes; bump `version` when they change otherwise.
 
     `run` of an end point (chat, serve) leaves nothing behind; of others it fills `ctx.out`. `disk_nbytes` is asked
-    before anything is written. `show` prints and judges a finished record when the stage was asked for by name.
+    before anything is written; in its place, while what the stage needs is not made yet, `expected_nbytes`, which knows
+    the config alone. Both are of the filesystem of `disk_root`; None is the artifacts'. `show` prints and judges a
+    finished record when the stage was asked for by name; `watch` looks at one that is used again.
     """
 
     name: str
@@ -76,7 +79,10 @@ class Stage:
     needs: Callable[[RunConfig], Sequence[str]] = lambda _cfg: ()
     params: Callable[[RunConfig], dict[str, Any]] = lambda _cfg: {}
     disk_nbytes: Callable[[RunConfig, Mapping[str, Output]], int] = lambda _cfg, _inputs: 0
+    expected_nbytes: Callable[[RunConfig], int] = lambda _cfg: 0
+    disk_root: Callable[[RunConfig], Path | None] = lambda _cfg: None
     show: Callable[[RunConfig, Output], None] = lambda _cfg, _output: None
+    watch: Callable[[RunConfig, Output], None] = lambda _cfg, _output: None
     is_endpoint: bool = False
 
 
@@ -101,14 +107,18 @@ class StageContext:
     def todo(self, units: Sequence[str], what: str, nbytes_each: int = 0) -> Iterator[str]:
         """Yield the units that are not journalled yet, with progress."""
         left = [unit for unit in units if unit not in self.units]
-        plan = _read_json(self.out / PLAN_NAME) or {}
-        write_atomically(self.out / PLAN_NAME, json.dumps({**plan, "num_units": len(units)}) + "\n")
+        self.expect(len(units))
         with Progress(
             f"{self.stage.name}: {what}", len(units), len(units) - len(left), nbytes_each
         ) as bar:
             for unit in left:
                 yield unit
                 bar.advance()
+
+    def expect(self, num_units: int) -> None:
+        """Note how many units there are in all, for whoever asks after a stop."""
+        plan = _read_json(self.out / PLAN_NAME) or {}
+        write_atomically(self.out / PLAN_NAME, json.dumps({**plan, "num_units": num_units}) + "\n")
 
     def done(self, unit: str, **facts: Any) -> None:
         """Journal a unit. Its bytes must be on the disk (fsync) before."""
@@ -120,39 +130,50 @@ class StageContext:
 
 
 class Progress:
-    """A tqdm bar on a terminal, a line every few seconds elsewhere."""
+    """A tqdm bar on a terminal, a line every few seconds elsewhere. `advance` may be called by any thread."""
 
-    def __init__(self, what: str, total: int, initial: int = 0, nbytes_each: int = 0) -> None:
+    def __init__(
+        self, what: str, total: int, initial: int = 0, nbytes_each: int = 0, is_nbytes: bool = False
+    ) -> None:
+        """nbytes_each: of one thing that is counted.  is_nbytes: bytes are what is counted."""
         self._what, self._total, self._count, self._nbytes_each = what, total, initial, nbytes_each
-        self._initial = initial
+        self._initial, self._is_nbytes = initial, is_nbytes
+        self._lock = threading.Lock()
         self._started = self._last_line = time.monotonic()
         self._bar: Any = None
         if sys.stderr.isatty():
             from tqdm import tqdm
 
+            scale = {"unit": "B", "unit_scale": True, "unit_divisor": 1024} if is_nbytes else {}
             self._bar = tqdm(
-                total=total, initial=initial, desc=what, leave=False, dynamic_ncols=True
+                total=total, initial=initial, desc=what, leave=False, dynamic_ncols=True, **scale
             )
 
     def advance(self, count: int = 1) -> None:
-        """Note that `count` more are done."""
-        self._count += count
-        if self._bar is not None:
-            self._bar.update(count)
-            return
-        now = time.monotonic()
-        if now - self._last_line >= QUIET_LINE_EVERY_S:
-            self._last_line = now
-            print(self._line(now), file=sys.stderr, flush=True)
+        """Note that `count` more are done; less than 0 takes some back."""
+        with self._lock:
+            self._count += count
+            if self._bar is not None:
+                self._bar.update(count)
+                return
+            now = time.monotonic()
+            if now - self._last_line >= QUIET_LINE_EVERY_S:
+                self._last_line = now
+                print(self._line(now), file=sys.stderr, flush=True)
 
     def _line(self, now: float) -> str:
         made = max(1, self._count - self._initial)
         left_s = (now - self._started) / made * (self._total - self._count)
-        size = ""
-        if self._nbytes_each:
-            rate = made * self._nbytes_each / max(1e-9, now - self._started)
-            size = f", {format_nbytes(self._count * self._nbytes_each)} at {format_nbytes(rate)}/s"
-        return f"{self._what} {self._count}/{self._total}{size}, {format_duration(left_s)} left"
+        nbytes_each = 1 if self._is_nbytes else self._nbytes_each
+        rate = format_nbytes(made * nbytes_each / max(1e-9, now - self._started))
+        if self._is_nbytes:
+            done = f"{format_nbytes(self._count)} of {format_nbytes(self._total)} at {rate}/s"
+        else:
+            size = (
+                f", {format_nbytes(self._count * nbytes_each)} at {rate}/s" if nbytes_each else ""
+            )
+            done = f"{self._count}/{self._total}{size}"
+        return f"{self._what} {done}, {format_duration(left_s)} left"
 
     def __enter__(self) -> Self:
         return self
@@ -314,10 +335,12 @@ class Runner:
                 with Lock(self.root / f"{name}-{self.key(name)}.lock"):
                     decision = self.decide(name)  # another run may have finished it a moment ago
                     if decision.action != "skip":
-                        with _disk_errors(name, self.root):
+                        with _disk_errors(name, stage.disk_root(self.cfg) or self.root):
                             self._make(stage, inputs, decision)
             output = self.find(name)
             assert output is not None, f"{name} finished without a record"
+            if decision.action == "skip":
+                stage.watch(self.cfg, output)
             if name in targets:
                 stage.show(self.cfg, output)
 
@@ -333,10 +356,10 @@ class Runner:
     def _check_disk(self, targets: Sequence[str]) -> bool:
         """Refuse before the first byte when the coming stages need more disk than there is.
 
-        Returns whether every stage could say what it needs; a stage whose inputs are not made yet cannot.
+        Returns whether every stage knew what it needs; one whose inputs are not made yet says what it expects.
         """
-        needed: dict[str, int] = {}
         is_complete = True
+        needed: dict[Path, dict[str, int]] = {}
         for name in self.order(targets):
             stage = self.stages[name]
             if stage.is_endpoint or self.decide(name).action == "skip":
@@ -346,20 +369,36 @@ class Runner:
                 for need in stage.needs(self.cfg)
                 if (output := self.find(need)) is not None
             }
-            if len(inputs) < len(stage.needs(self.cfg)):
-                is_complete = False
-                continue
-            already = _allocated(_partial(self.folder(name)))
-            needed[name] = max(0, stage.disk_nbytes(self.cfg, inputs) - already)
-        total = sum(needed.values()) + DISK_MARGIN_NBYTES
-        free = shutil.disk_usage(self.root).free
-        if sum(needed.values()) and total > free:
-            parts = ", ".join(f"{name} {format_nbytes(n)}" for name, n in needed.items() if n)
-            raise UserError(
-                f"{self.root} has {format_nbytes(free)} free, the coming stages need {format_nbytes(total)} ({parts})",
-                "free some disk, or set paths.artifacts to a folder on a larger drive",
-            )
+            is_ready = len(inputs) == len(stage.needs(self.cfg))
+            is_complete = is_complete and is_ready
+            nbytes = stage.disk_nbytes(self.cfg, inputs) if is_ready else stage.expected_nbytes(self.cfg)  # fmt: skip
+            root = stage.disk_root(self.cfg)
+            if root is None:
+                nbytes -= _allocated(_partial(self.folder(name)))
+            needed.setdefault(root or self.root, {})[name] = max(0, nbytes)
+        for room in disk_rooms(needed):
+            if room.need_nbytes and room.need_nbytes + DISK_MARGIN_NBYTES > room.free_nbytes:
+                parts = ", ".join(
+                    f"{name} {format_nbytes(n)}" for name, n in room.parts.items() if n
+                )
+                total = format_nbytes(room.need_nbytes + DISK_MARGIN_NBYTES)
+                key = "paths.artifacts" if self.root in room.roots else "paths.hub (or HF_HOME)"
+                raise UserError(
+                    f"{room.roots[0]} has {format_nbytes(room.free_nbytes)} free, the coming stages need {total} "
+                    f"({parts})",
+                    f"free some disk, or set {key} to a folder on a larger drive",
+                )
         return is_complete
+
+    def expected_disk(self, targets: Sequence[str]) -> list[DiskRoom]:
+        """Return what the coming stages will write where, from the config alone; nothing is asked or changed."""
+        needed: dict[Path, dict[str, int]] = {}
+        for name in self.order(targets):
+            stage = self.stages[name]
+            if not stage.is_endpoint and self.decide(name).action != "skip":
+                root = stage.disk_root(self.cfg) or self.root
+                needed.setdefault(root, {})[name] = max(0, stage.expected_nbytes(self.cfg))
+        return disk_rooms(needed)
 
     def _make(self, stage: Stage, inputs: Mapping[str, Output], decision: Decision) -> None:
         final = self.folder(stage.name)
@@ -391,7 +430,10 @@ class Runner:
                 path, ctx.digests.get(str(path.relative_to(partial)))
             )
             for path in sorted(partial.rglob("*"))
-            if path.is_file() and path.name not in (JOURNAL_NAME, PLAN_NAME, RECORD_NAME)
+            # what a link leads to is used in place: the stage names it in `external`
+            if path.is_file()
+            and not path.is_symlink()
+            and path.name not in (JOURNAL_NAME, PLAN_NAME, RECORD_NAME)
         }
         files |= {
             str(path.resolve()): _describe(path, digest) for path, digest in ctx.external.items()
@@ -426,6 +468,32 @@ class Runner:
         ):  # after the rename: a crash before it can still go on
             (final / name).unlink(missing_ok=True)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRoom:
+    """One filesystem: what is free, and what the stages will write there."""
+
+    roots: tuple[Path, ...]  # folders on it
+    free_nbytes: int
+    parts: Mapping[str, int]  # stage -> bytes
+
+    @property
+    def need_nbytes(self) -> int:
+        """What all stages together will write."""
+        return sum(self.parts.values())
+
+
+def disk_rooms(needed: Mapping[Path, Mapping[str, int]]) -> list[DiskRoom]:
+    """Put together what goes to the same filesystem. needed: folder, which need not be there yet -> stage -> bytes."""
+    rooms: dict[int, DiskRoom] = {}
+    for root, parts in needed.items():
+        existing = next(path for path in (root, *root.parents) if path.exists())
+        device = existing.stat().st_dev
+        free = shutil.disk_usage(existing).free
+        before = rooms.get(device, DiskRoom((), free, {}))
+        rooms[device] = DiskRoom((*before.roots, root), free, {**before.parts, **parts})
+    return list(rooms.values())
 
 
 @contextlib.contextmanager

@@ -26,13 +26,22 @@ from runtime.experts.layout import (
 )
 from runtime.models import qwen_weights as weights
 from stages.core import Output, Stage, StageContext
-from stages.download import snapshot_of
+from stages.download import planned_spec, snapshot_of
 from stages.files import write_atomically
 
 
 def disk_nbytes(_cfg: RunConfig, inputs: Mapping[str, Output]) -> int:
     """Return the size of the finished pack."""
-    spec = load_family(_cfg.model.family).read_spec(snapshot_of(inputs["download"]))
+    return _pack_nbytes(load_family(_cfg.model.family).read_spec(snapshot_of(inputs["download"])))
+
+
+def expected_nbytes(cfg: RunConfig) -> int:
+    """Return the same before the snapshot is here, from the released config.json; 0 without one."""
+    spec = planned_spec(cfg)
+    return 0 if spec is None else _pack_nbytes(spec)
+
+
+def _pack_nbytes(spec: weights.QwenSpec) -> int:
     block = (
         Nvfp4Shape(spec.hidden, spec.intermediate).record_nbytes
         + CHECKSUM_NBYTES
@@ -122,5 +131,10 @@ def params(_cfg: RunConfig) -> dict[str, Any]:
 
 
 STAGE = Stage(
-    name="repack", run=run, params=params, needs=lambda _cfg: ("download",), disk_nbytes=disk_nbytes
+    name="repack",
+    run=run,
+    params=params,
+    needs=lambda _cfg: ("download",),
+    disk_nbytes=disk_nbytes,
+    expected_nbytes=expected_nbytes,
 )

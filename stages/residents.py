@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from runtime.checkpoint import DTYPE_NBYTES, Checkpoint
 from runtime.engine import load_family
 from runtime.models import qwen_weights as weights
 from stages.core import Output, Stage, StageContext
-from stages.download import snapshot_of
+from stages.download import planned_spec, snapshot_of
 from stages.files import write_atomically
 
 ALIGN_NBYTES = 64
@@ -33,7 +34,16 @@ def disk_nbytes(cfg: RunConfig, inputs: Mapping[str, Output]) -> int:
     snapshot = snapshot_of(inputs["download"])
     spec = load_family(cfg.model.family).read_spec(snapshot)
     entries = plan_entries(Checkpoint.open(snapshot), spec, cfg.model.deltanet)
-    header, nbytes = make_header(entries)
+    header, nbytes = make_header(_tensors(entries))
+    return len(header) + nbytes
+
+
+def expected_nbytes(cfg: RunConfig) -> int:
+    """Return about the same before the snapshot is here, from the released config.json; 0 without one."""
+    spec = planned_spec(cfg)
+    if spec is None:
+        return 0
+    header, nbytes = make_header(spec.kept_shapes(cfg.model.deltanet is Deltanet.fp8_rows))
     return len(header) + nbytes
 
 
@@ -55,19 +65,20 @@ def plan_entries(
     return entries
 
 
-def make_header(
+def _tensors(
     entries: list[tuple[weights.Resident, dict[str, tuple[str, tuple[int, ...]]]]],
-) -> tuple[bytes, int]:
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: entry for _, tensors in entries for name, entry in tensors.items()}
+
+
+def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, int]:
     """Return the file's header (length prefix included) and the bytes of data behind it."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for _, tensors in entries:
-        for name, (dtype, shape) in tensors.items():
-            nbytes = DTYPE_NBYTES[dtype]
-            for n in shape:
-                nbytes *= n
-            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
-            at += nbytes
+    for name, (dtype, shape) in tensors.items():
+        nbytes = DTYPE_NBYTES[dtype] * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGN_NBYTES)
     return struct.pack("<Q", len(text)) + text, at
@@ -80,7 +91,7 @@ def run(ctx: StageContext) -> None:
     spec = load_family(ctx.cfg.model.family).read_spec(snapshot)
     ctx.facts["tensors"] = weights.account(checkpoint, spec)
     entries = plan_entries(checkpoint, spec, ctx.cfg.model.deltanet)
-    header, nbytes = make_header(entries)
+    header, nbytes = make_header(_tensors(entries))
     offsets = {
         name: entry["data_offsets"]
         for name, entry in json.loads(header[8:]).items()
@@ -132,4 +143,5 @@ STAGE = Stage(
     params=params,
     needs=lambda _cfg: ("download",),
     disk_nbytes=disk_nbytes,
+    expected_nbytes=expected_nbytes,
 )

@@ -41,6 +41,7 @@ from runtime.models.deepseek_rows import EngramReader
 from runtime.models.deepseek_state import DeepseekState
 from runtime.models.deepseek_weights import DeepseekSpec, resident_shapes
 from runtime.models.deepseek_weights import expert_layout as find_experts
+from runtime.units import PAGE_NBYTES, align_up
 
 if TYPE_CHECKING:
     from runtime.engine import EngineFiles
@@ -677,6 +678,23 @@ def model_sizes(
 
         drafts = drafts_nbytes(Checkpoint.open(files.snapshot), spec, config.drafts)
     has_gpu = hardware.resolve_device(config.hw.device).type == "cuda"
+    return _sizes(spec, layout.record_nbytes, config, has_gpu, drafts)
+
+
+def planned_sizes(
+    spec: DeepseekSpec, config: RunConfig, dtype: torch.dtype, has_gpu: bool
+) -> ModelSizes:
+    """Return the same from the configuration alone, without drafts: each run of an expert takes a page more."""
+    del dtype
+    shape = spec.expert_shape
+    runs = (3 * shape.codes_nbytes, 3 * shape.scales_nbytes)
+    record_nbytes = sum(align_up(nbytes) + PAGE_NBYTES for nbytes in runs)
+    return _sizes(spec, record_nbytes, config, has_gpu, 0)
+
+
+def _sizes(
+    spec: DeepseekSpec, record_nbytes: int, config: RunConfig, has_gpu: bool, drafts: int
+) -> ModelSizes:
     nbytes = {
         name: math.prod(shape) * (torch_dtype(dtype).itemsize if has_gpu else 4)
         for name, (dtype, shape) in resident_shapes(spec).items()
@@ -686,14 +704,14 @@ def model_sizes(
     state = 2 * spec.num_layers * spec.window * spec.head_dim
     state += 2 * entries * (spec.head_dim + spec.index_dim)
     embedding = nbytes.pop("embed.weight") // (1 if has_gpu else 2)
-    if has_gpu:  # the head is read in place
-        embedding += nbytes.pop("head.weight")
+    head = nbytes.pop("head.weight") if has_gpu else 0  # read in place
     return ModelSizes(
         residents_nbytes=sum(nbytes.values()) + drafts,
-        embedding_nbytes=embedding,
+        embedding_nbytes=embedding + head,
+        host_read_nbytes=head,
         state_nbytes=state,
         scratch=_scratch(spec, tokens),
-        record_nbytes=layout.record_nbytes,
+        record_nbytes=record_nbytes,
         num_layers=spec.num_layers,
         num_experts=spec.num_experts,
         top_k=spec.top_k,

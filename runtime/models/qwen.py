@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conf.schema import RunConfig
+from conf.schema import Deltanet, RunConfig
 from kernels import reference as ops
 from kernels.fp8_matvec import linear, linear_pair
 from runtime.budget import ModelSizes
@@ -678,11 +678,34 @@ def model_sizes(
     spec: QwenSpec, files: EngineFiles, layout: PackedLayout, config: RunConfig, dtype: torch.dtype
 ) -> ModelSizes:
     """Return what the memory plan needs to know."""
-    size = dtype.itemsize
     assert files.residents is not None, "the residents stage makes it"
+    header = read_header(files.residents / RESIDENTS_NAME)
+    kept = {name: (info.dtype, info.shape) for name, info in header.items()}
+    return _sizes(spec, kept, layout.record_nbytes, config, dtype)
+
+
+def planned_sizes(
+    spec: QwenSpec, config: RunConfig, dtype: torch.dtype, has_gpu: bool
+) -> ModelSizes:
+    """Return the same from the configuration alone, before any file is made.  has_gpu: all the same here."""
+    del has_gpu
+    kept = spec.kept_shapes(config.model.deltanet is Deltanet.fp8_rows)
+    record_nbytes = Nvfp4Shape(spec.hidden, spec.intermediate).record_nbytes
+    return _sizes(spec, kept, record_nbytes, config, dtype)
+
+
+def _sizes(
+    spec: QwenSpec,
+    kept: Mapping[str, tuple[str, tuple[int, ...]]],
+    record_nbytes: int,
+    config: RunConfig,
+    dtype: torch.dtype,
+) -> ModelSizes:
+    """kept: tensor of the residents file -> (dtype, shape)."""
+    size = dtype.itemsize
     nbytes = {
-        name: math.prod(info.shape) * (_kept_dtype(name, info.dtype) or dtype).itemsize
-        for name, info in read_header(files.residents / RESIDENTS_NAME).items()
+        name: math.prod(shape) * (_kept_dtype(name, kind) or dtype).itemsize
+        for name, (kind, shape) in kept.items()
     }
     embedding_nbytes = nbytes.pop(EMBEDDING)
     # what is kept in another form beside the tensors of the file: gains in fp32
@@ -700,7 +723,7 @@ def model_sizes(
         embedding_nbytes=embedding_nbytes,
         state_nbytes=int(state),
         scratch=_scratch(spec, context, size),
-        record_nbytes=layout.record_nbytes,
+        record_nbytes=record_nbytes,
         num_layers=spec.num_layers,
         num_experts=spec.num_experts,
         top_k=spec.top_k,

@@ -191,6 +191,17 @@ class QwenSpec:
             shapes |= {f"{PREFIX}{at}{name}": shape for name, shape in block.items()}
         return shapes
 
+    def kept_shapes(self, has_fp8_rows: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return the tensors of the residents file as a release of BF16 gives them: name -> (dtype, shape)."""
+        kept: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for full, shape in self.resident_shapes().items():
+            name = full.removeprefix(PREFIX)
+            if has_fp8_rows and name.endswith(FP8_ROW_TAILS):
+                kept |= {name: ("F8_E4M3", shape), f"{name}_scale": ("F32", shape[:1])}
+            else:
+                kept[name] = ("I64" if "ple_embedding." in name else "BF16", shape)
+        return kept
+
     def _ple_shapes(self) -> dict[str, tuple[int, ...]]:
         h, d = self.hidden, self.streams * self.hidden
         ngram_heads = (self.ngram_size - 1) * self.heads_per_ngram

@@ -127,11 +127,6 @@ def test_an_artifacts_folder_that_cannot_be(cli):
     assert "paths.artifacts" in lines[1]
 
 
-def test_a_model_of_the_hub_says_how_to_get_it(cli):
-    lines = assert_clean(cli("model=qwen", "stages=[download]"), 1)
-    assert re.search(r"hf download \S+ --revision [0-9a-f]{40} --local-dir DIR", lines[1])
-
-
 def test_every_key_is_printed(cli):
     """As --help says: `python run.py --cfg job` prints this alone."""
     done = cli("--cfg", "job", "hw=cpu")
