@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from runtime import formulas
 from runtime.formulas import Evaluate, FormulaError
 from runtime.quantities import MONEY, Unit, UnitError, convert, parse_quantity, parse_unit
+from runtime.yaml_files import read_yaml
 
 LAWS_PATH = Path(__file__).resolve().parents[1] / "conf" / "advisor" / "laws.yaml"
 EXAMPLE_TOLERANCE = 0.005
@@ -338,12 +337,6 @@ def build_laws(documents: Mapping[str, Any]) -> dict[str, Law]:
     if faults:
         raise LawError("\n".join(faults))
     return laws
-
-
-def read_yaml(path: Path) -> Any:
-    """Return a yaml file's content. Raises OSError and yaml.YAMLError."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(path.read_text(), Loader=loader)
 
 
 @functools.cache

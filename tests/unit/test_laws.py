@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.formulas import FormulaError, compile_formula, names_in, parse, unit_of
-from runtime.laws import LAWS_PATH, LawError, build_laws, law, laws, read_yaml
+from runtime.laws import LAWS_PATH, LawError, build_laws, law, laws
 from runtime.quantities import UnitError, convert, parse_unit
+from runtime.yaml_files import read_yaml
 
 DOCUMENTS = read_yaml(LAWS_PATH)
 GIB = 2**30
