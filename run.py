@@ -24,6 +24,11 @@ FREE_TEXT = (
     "paths.outputs",
     "paths.artifacts",
     "paths.hub",
+    "advise.question",
+    "advise.model",
+    "advise.system",
+    "advise.answer",
+    "advise.last_message",
 )  # values that need no quoting
 
 TAKES_VALUE = (  # Hydra's options whose next word is no override

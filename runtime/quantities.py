@@ -16,6 +16,8 @@ CURRENCIES = ("EUR", "USD", "GBP", "CHF", "JPY", "PLN", "CNY")
 SYMBOLS = {"€": "EUR", "$": "USD", "£": "GBP", "¥": "JPY", "USDT": "USD"}
 MONEY = "money"  # any one currency; the inputs of a law must agree on it
 
+GIB_BYTES = 2**30
+
 BASES = (
     "B", "bit", "s", "tok", "layer", "W", "kW", "h", "day", "month", "Mtok", "card", "offer", MONEY,
     *CURRENCIES,

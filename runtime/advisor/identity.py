@@ -10,10 +10,39 @@ from typing import Any
 
 # words that make another product of a name; numbers always do
 DISTINGUISHING = frozenset(
-    "flash next instruct base chat coder thinking 1m ti super laptop max mini pro ultra lite mobile air distill vl "
-    "omni math preview a3b d gre xt".split()
+    [
+        "flash",
+        "next",
+        "instruct",
+        "base",
+        "chat",
+        "coder",
+        "thinking",
+        "1m",
+        "ti",
+        "super",
+        "laptop",
+        "max",
+        "mini",
+        "pro",
+        "ultra",
+        "lite",
+        "mobile",
+        "air",
+        "distill",
+        "vl",
+        "omni",
+        "math",
+        "preview",
+        "a3b",
+        "d",
+        "gre",
+        "xt",
+    ]
 )
-_FILLER = frozenset("geforce nvidia amd intel apple model the gb gpu card".split())
+_FILLER = frozenset(
+    ["geforce", "nvidia", "amd", "intel", "apple", "model", "the", "gb", "gpu", "card"]
+)
 
 
 def normalised(name: str) -> str:
@@ -38,9 +67,7 @@ class Match:
     why: str = ""
 
 
-def resolve(
-    name: str, documents: Iterable[Mapping[str, Any]], variant: str | None = None
-) -> Match:
+def resolve(name: str, documents: Iterable[Mapping[str, Any]], variant: str | None = None) -> Match:
     """Return the one document that a name means.
 
     A name is an alias, or an alias followed by a variant's name or by nothing that makes it another product.

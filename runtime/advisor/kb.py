@@ -21,23 +21,46 @@ from runtime.yaml_files import read_yaml
 
 DEFAULT_ROOT = Path(__file__).resolve().parents[2] / "conf" / "advisor"
 FILES = {
-    "source": "sources", "model": "models", "gpu": "gpus", "cpu": "cpus", "drive": "drives", "system": "systems",
-    "engine": "engines", "run": "runs", "offer": "offers", "cloud": "clouds", "law": "laws", "rule": "rules",
-    "path": "paths", "situation": "situations", "failure": "failures", "glossary": "glossary",
-}  # fmt: skip
+    "source": "sources",
+    "model": "models",
+    "gpu": "gpus",
+    "cpu": "cpus",
+    "drive": "drives",
+    "system": "systems",
+    "engine": "engines",
+    "run": "runs",
+    "offer": "offers",
+    "cloud": "clouds",
+    "law": "laws",
+    "rule": "rules",
+    "path": "paths",
+    "situation": "situations",
+    "failure": "failures",
+    "glossary": "glossary",
+}
 SCHEMA_VERSION = 1
 _GUESSES = re.compile(r"^\s*(n/?a|none|unknown|null|tbd|todo|\?+|-+)\s*$", re.IGNORECASE)
 
 # facts that rules may test beside the fields of documents; gathered by runtime.advisor.facts
 FACTS = {
     "placement": {
-        "uses_gpu", "uses_disk", "is_unified", "is_cloud", "buys_gpu", "has_price", "moves_experts", "has_run_here",
-        "resident_bytes", "cache_bytes", "disk_need", "total_bytes",
+        "uses_gpu",
+        "uses_disk",
+        "is_unified",
+        "is_cloud",
+        "buys_gpu",
+        "has_price",
+        "moves_experts",
+        "has_run_here",
+        "resident_bytes",
+        "cache_bytes",
+        "disk_need",
+        "total_bytes",
     },
     "newgpu": {"psu_recommended_w"},
     "offer": {"is_valid"},
     "engine": {"kernels_checked", "pins_threads"},
-}  # fmt: skip
+}
 
 
 class KnowledgeError(UserError):
@@ -100,7 +123,9 @@ def load(root: Path = DEFAULT_ROOT) -> KnowledgeBase:
     head = _read(root / "kb.yaml", faults)
     head = head if isinstance(head, dict) else {}
     if head.get("schema_version") != SCHEMA_VERSION:
-        faults.append(f"kb.yaml: schema_version must be {SCHEMA_VERSION}, got {head.get('schema_version')!r}")
+        faults.append(
+            f"kb.yaml: schema_version must be {SCHEMA_VERSION}, got {head.get('schema_version')!r}"
+        )
     if not re.fullmatch(r"\d{4}\.\d{1,2}\.\d+", str(head.get("kb_version", ""))):
         faults.append(f"kb.yaml: kb_version must be YYYY.MM.N, got {head.get('kb_version')!r}")
     if not is_date(str(head.get("as_of", ""))):
@@ -126,7 +151,9 @@ def load(root: Path = DEFAULT_ROOT) -> KnowledgeBase:
         except (LawError, KeyError, TypeError, ValueError) as error:
             faults += [f"laws.yaml: {line}" for line in str(error).splitlines()]
     faults += _references(documents, schemas)
-    kb = KnowledgeBase(str(head.get("kb_version")), str(head.get("as_of")), documents, laws, schemas)
+    kb = KnowledgeBase(
+        str(head.get("kb_version")), str(head.get("as_of")), documents, laws, schemas
+    )
     faults += check(kb)
     if faults:
         raise KnowledgeError(faults)
@@ -183,9 +210,14 @@ def _schemas(root: Path, faults: list[str]) -> dict[str, Mapping[str, Any]]:
 
 
 def _take(
-    kind: str, name: str, number: int, document: Any, schema: Mapping[str, Any],
-    documents: dict[str, dict[str, dict[str, Any]]], faults: list[str],
-) -> None:  # fmt: skip
+    kind: str,
+    name: str,
+    number: int,
+    document: Any,
+    schema: Mapping[str, Any],
+    documents: dict[str, dict[str, dict[str, Any]]],
+    faults: list[str],
+) -> None:
     if not isinstance(document, dict):
         faults.append(f"{name}: document {number} is not a mapping")
         return
@@ -354,7 +386,9 @@ def known_fields(kb: KnowledgeBase) -> set[str]:
     }
     variants = kb.schemas.get("model", {}).get("properties", {}).get("variants", {})
     fields |= {f"variant.{name}" for name in variants.get("items", {}).get("properties", {})}
-    fields |= {f"situation.{name}" for name in kb.documents["situation"]} | {"situation.cache_bytes"}
+    fields |= {f"situation.{name}" for name in kb.documents["situation"]} | {
+        "situation.cache_bytes"
+    }
     return fields | {f"{kind}.{name}" for kind, names in FACTS.items() for name in names}
 
 
