@@ -111,7 +111,7 @@ def wanted_model(
 
 
 def wanted_machine(kb: KnowledgeBase, cfg: RunConfig, artifacts: Path) -> Machine | None:
-    """Return the machine: advise.system, else the one of hw=, else this one as far as it is known without a GPU library."""
+    """Return the machine: advise.system, else the one of hw=, else this one as far as files tell."""
     hw = cfg.hw
     if cfg.advise.system is not None:
         return machine_of(kb, cfg.advise.system)

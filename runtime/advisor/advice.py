@@ -237,6 +237,7 @@ def draft_of(advice: Mapping[str, Any], language: str = "en") -> dict[str, Any]:
         "prices": [
             {k: p[k] for k in ("item", "amount", "currency", "region", "date", "source")}
             for p in advice["prices"]
+            if any(p["date"] in path["reason"] for path in advice["paths"])
         ],
         "evidence": [e["id"] for e in advice["evidence"]],
         "override": [],

@@ -262,7 +262,11 @@ def situation_of(kb: KnowledgeBase, given: Mapping[str, Any]) -> Situation:
         if isinstance(told, Mapping):
             unit_told = told.get("unit")
             told = told.get("value")
-            if told is not None and unit_told and document["kind"] == "number":
+            if (
+                told is not None
+                and unit_told not in (None, "", "1")
+                and document["kind"] == "number"
+            ):
                 told = f"{told} {unit_told}"
         if told is not None:
             values[name] = _told(name, document, told)

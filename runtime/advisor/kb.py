@@ -341,7 +341,7 @@ def _pointers(value: Any, schema: Mapping[str, Any], where: str) -> Iterator[tup
 
 
 def check(kb: KnowledgeBase) -> Iterator[str]:
-    """Yield what the documents do not cover: fields that do not exist, aliases that stand twice, odd runs and prices."""
+    """Yield what does not hold together: fields that do not exist, aliases that stand twice, odd runs and prices."""
     fields = known_fields(kb)
     for law in kb.laws.values():
         for name, variable in law.variables.items():
@@ -398,7 +398,8 @@ def _alias_faults(kb: KnowledgeBase, kind: str) -> Iterator[str]:
         for alias in {identity.normalised(a) for a in (document["name"], *document["aliases"])}:
             other = owners.setdefault(alias, document["id"])
             if other != document["id"]:
-                yield f"{FILES[kind]}.yaml: {document['id']}: the alias {alias!r} is also one of {other}"
+                file = FILES[kind]
+                yield f"{file}.yaml: {document['id']}: the alias {alias!r} is also one of {other}"
 
 
 def _run_faults(kb: KnowledgeBase, run: Mapping[str, Any]) -> Iterator[str]:

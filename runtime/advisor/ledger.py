@@ -1,4 +1,4 @@
-"""Every law that was evaluated for an answer, each once, with inputs, units and result: what the validator recomputes."""
+"""Every law that was evaluated for an answer, each once, with inputs, units and result."""
 
 from __future__ import annotations
 

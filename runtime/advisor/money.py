@@ -13,7 +13,7 @@ VALID_DAYS = 90
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """One offer as of a day: its amount in the wanted currency (None without a dated rate), and why it does not count."""
+    """One offer as of a day: its amount in the wanted currency (None without a rate), and why it does not count."""
 
     offer: Mapping[str, Any]
     amount: float | None

@@ -1,6 +1,6 @@
 """What a question in plain words says about the situation: numbers with units, a few words, names of the base.
 
-Deterministic: patterns in English, German and Russian. What it does not find it leaves unknown; what is told by key wins.
+Deterministic: patterns in English, German and Russian. What it does not find stays unknown; what is told by key wins.
 """
 
 from __future__ import annotations

@@ -294,9 +294,9 @@ class Speeds:
                 "L11", pcie_bw=link, routed_bytes_per_token=routed
             )[0]
         }
-        if hits[1] < 1:
+        if hits[2] < 1:  # what the luckiest cache allows
             ceilings["drive"] = self.ledger.compute(
-                "L12", disk_bw=disk, h=hits[1], routed_bytes_per_token=routed
+                "L12", disk_bw=disk, h=hits[2], routed_bytes_per_token=routed
             )[0]
         t, f, s = settings[1]
         parts = self.kb.laws["L14"].parts(h=hits[1], t_layer=t, t_fixed=f, s=s, **common)
