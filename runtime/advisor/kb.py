@@ -133,6 +133,10 @@ def load(root: Path = DEFAULT_ROOT) -> KnowledgeBase:
     schemas = _schemas(root, faults)
     documents: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in FILES}
     law_file: Any = None
+    unread: set[str] = (
+        set()
+    )  # kinds whose file cannot be read: nothing is said about references to them
+    present: set[str] = set()  # ids that stand in a file, also of documents with mistakes
     for kind, stem in FILES.items():
         name = f"{stem}.yaml"
         content = _read(root / name, faults)
@@ -140,8 +144,12 @@ def load(root: Path = DEFAULT_ROOT) -> KnowledgeBase:
             law_file = content
             content = content.get("laws") if isinstance(content, dict) else None
         if not isinstance(content, list):
-            faults.append(f"{name}: a list of documents is wanted")
+            if content is not None or not any(fault.startswith(name) for fault in faults):
+                faults.append(f"{name}: a list of documents is wanted")
+            unread.add(kind)
             continue
+        named = {str(d["id"]) for d in content if isinstance(d, dict) and "id" in d}
+        present |= named
         for number, document in enumerate(content, 1):
             _take(kind, name, number, document, schemas.get(kind, {}), documents, faults)
     laws: dict[str, Law] = {}
@@ -150,7 +158,7 @@ def load(root: Path = DEFAULT_ROOT) -> KnowledgeBase:
             laws = build_laws(law_file)
         except (LawError, KeyError, TypeError, ValueError) as error:
             faults += [f"laws.yaml: {line}" for line in str(error).splitlines()]
-    faults += _references(documents, schemas)
+    faults += _references(documents, schemas, unread, present)
     kb = KnowledgeBase(
         str(head.get("kb_version")), str(head.get("as_of")), documents, laws, schemas
     )
@@ -312,6 +320,8 @@ def _in_base_units(value: Any, schema: Mapping[str, Any]) -> Any:
 def _references(
     documents: Mapping[str, Mapping[str, Mapping[str, Any]]],
     schemas: Mapping[str, Mapping[str, Any]],
+    unread: set[str],
+    present: set[str],
 ) -> Iterator[str]:
     for kind, found in documents.items():
         for identifier, document in found.items():
@@ -320,7 +330,10 @@ def _references(
                 kinds = target.split("|")
                 if name == "fx" and "fx" in kinds:
                     continue
-                if not any(name in documents.get(k, {}) for k in kinds):
+                if unread & set(kinds):
+                    continue
+                is_there = any(name in documents.get(k, {}) for k in kinds)
+                if not is_there and name not in present:
                     yield f"{label}: {where}: there is no {' or '.join(kinds)} {name!r}"
             for name in document.get("field_sources", {}):
                 if name not in document:

@@ -13,7 +13,7 @@ from typing import Any
 
 from runtime.advisor import identity
 from runtime.advisor.kb import KnowledgeBase
-from runtime.quantities import parse_number
+from runtime.quantities import parse_number, parse_number_ways
 
 _N = r"(\d[\d.,]*(?:[   ]\d{3})*)"
 _MONEY = {
@@ -117,9 +117,9 @@ def hear(kb: KnowledgeBase, question: str) -> Heard:
         money = re.search(pattern, rest)
         if money:
             word, number = (money[1], money[2]) if money[1] in _MONEY else (money[2], money[1])
-            value = parse_number(number.rstrip(".,"))
-            if value is not None:
-                found["budget"], found["currency"] = value, _MONEY[word]
+            ways = parse_number_ways(number.rstrip(".,"))
+            if ways:  # 2.000 € are two thousand
+                found["budget"], found["currency"] = max(ways), _MONEY[word]
                 break
     for key, pattern, factor in _NUMBERS:
         match = re.search(pattern, rest)
