@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 STAGES = (
     "synthetic", "download", "repack", "spot_check", "residents", "verify", "bench", "chat", "serve", "plan",
     "advise", "advise_check", "advise_serve",
+    "doctor",
 )  # fmt: skip
 
 
@@ -207,6 +208,7 @@ class CacheConfig:
     )
     sweep_experts: int = 32  # experts read ahead while a prompt goes through a layer
     table_rows: int = 65536  # rows of n-gram tables kept in RAM
+    verify: bool = False  # compare each expert with its recorded checksum the first time it is read
 
 
 @dataclass
@@ -333,6 +335,17 @@ class AdviseConfig:
 
 
 @dataclass
+class DoctorConfig:
+    """How long `doctor` measures the drive."""
+
+    each_s: float = 0.8  # for each window and number of pieces
+    sustained_s: float = 20.0  # with the best of them, to see a drive that throttles
+    probe_gib: float = (
+        1.0  # of a file that is made and deleted, while the model has none of its own
+    )
+
+
+@dataclass
 class RunConfig:
     """Everything that one run is told."""
 
@@ -349,6 +362,7 @@ class RunConfig:
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     advise: AdviseConfig = field(default_factory=AdviseConfig)
+    doctor: DoctorConfig = field(default_factory=DoctorConfig)
     stages: list[str] = field(
         default_factory=lambda: ["serve"]
     )  # what to run; set-up stages run first where needed
@@ -406,6 +420,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.synthetic.disk_gib": (0.001, 2**20),
     "model.synthetic.ngram_rows": (1, 2**40),
     "model.synthetic.skew": (0, 4),
+    "doctor.each_s": (0.01, 3),
+    "doctor.sustained_s": (0, 60),
+    "doctor.probe_gib": (0.001, 64),
     "bench.tokens": (1, 2**20),
     "bench.warmup_tokens": (0, 2**20),
     "bench.repeats": (1, 1000),

@@ -28,6 +28,7 @@ from runtime.budget import (
     vram_limit,
 )
 from runtime.errors import ContextLengthError, UserError
+from runtime.experts.checks import Checksums
 from runtime.experts.copies import CudaCopier
 from runtime.experts.layout import ExpertLayout
 from runtime.experts.reader import DirectReader
@@ -229,6 +230,7 @@ class Engine:
         for warning in plan.warnings:
             log.warning("%s", warning)
         vram_plan = _plan_vram(config, sizes, device, family.READS_IN_PLACE) if has_gpu else None
+        checksums = Checksums.open(layout) if config.cache.verify else None
         reader = DirectReader(layout.files, config.hw.drive)
         experts: ExpertSource
         if is_resident:
@@ -243,6 +245,7 @@ class Engine:
                 plan.sweep_rows,
                 config.prefetch.experts,
                 ahead_rows,
+                checksums,
             )
         try:
             if vram_plan is not None:

@@ -27,6 +27,10 @@ class VerificationError(UserError):
     exit_code = 3
 
 
+class DeviceError(UserError):
+    """A drive or card that fails while it is used: whatever was asked is not to blame."""
+
+
 class BusyError(UserError):
     """Another process holds what this one needs."""
 

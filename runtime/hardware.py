@@ -83,6 +83,31 @@ def _read_int(path: Path) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
+def swap_used_nbytes() -> int:
+    """Return how much memory is swapped out, of all programs."""
+    return _meminfo("SwapTotal") - _meminfo("SwapFree")
+
+
+def cpu_quota() -> float | None:
+    """Return how many CPUs' worth of time the cgroups allow (v2, the tightest); None for no limit."""
+    groups = [
+        CGROUP_V2 / line[3:].lstrip("/")
+        for line in Path("/proc/self/cgroup").read_text().splitlines()
+        if line.startswith("0::")
+    ]
+    folders = [f for g in groups for f in (g, *g.parents) if f.is_relative_to(CGROUP_V2)]
+    found = (_quota(folder / "cpu.max") for folder in folders)
+    return min((quota for quota in found if quota is not None), default=None)
+
+
+def _quota(path: Path) -> float | None:
+    try:
+        allowed, period = path.read_text().split()
+        return int(allowed) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):  # no such file, or `max`
+        return None
+
+
 def num_cores() -> int:
     """Return how many cores this process may run on (its affinity mask)."""
     return len(os.sched_getaffinity(0))

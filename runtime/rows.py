@@ -17,6 +17,7 @@ from torch import Tensor
 
 from runtime.checkpoint import Extent
 from runtime.experts.arena import HostArena
+from runtime.experts.checks import next_arrival
 from runtime.experts.layout import Span
 from runtime.experts.reader import DirectReader
 from runtime.experts.schedule import ReadJob
@@ -93,7 +94,7 @@ class RowReader:
         if request.job is not None:
             started = time.perf_counter_ns()
             while not request.job.is_done:
-                self._done.get()
+                next_arrival(self._done)
             self.wait_ns += time.perf_counter_ns() - started
             if request.job.error is not None:
                 raise request.job.error

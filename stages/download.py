@@ -7,6 +7,7 @@ missing is decided here, all is checked, and put together as a folder of links t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -36,7 +37,7 @@ from stages.hub import (
     read_index,
     trimmed_index,
 )
-from stages.transfer import Fetched, RemoteFile, StoppedError, fetch, hash_file
+from stages.transfer import INCOMPLETE, Fetched, RemoteFile, StoppedError, fetch, hash_file
 
 log = logging.getLogger("stages")
 
@@ -186,7 +187,7 @@ def present_nbytes(cfg: RunConfig) -> int:
     cache = hub_cache(cfg)
     listing = cache.cached(cfg.model.repo or "", cfg.model.revision)
     files = () if listing is None else matching(listing.files, cfg.model.files)
-    partial = cache.folder.glob("blobs/*.incomplete")
+    partial = cache.folder.glob(f"blobs/*{INCOMPLETE}")
     return sum(f.nbytes for f in files) + sum(p.stat().st_size for p in partial)
 
 
@@ -233,10 +234,11 @@ def watch(cfg: RunConfig, output: Output) -> None:
 def _find_listing(cfg: RunConfig, hub: Hub, cache: HubCache) -> Listing:
     """Return the commit's files as the hub lists them; as the cache has them when the hub cannot be asked."""
     repo, revision = cfg.model.repo or "", cfg.model.revision
+    cached = cache.cached(repo, revision)
     try:
-        return hub.resolve(repo, revision)
+        # with something to fall back on nobody waits for minutes
+        return hub.resolve(repo, revision, None if cached is None else 1)
     except UnreachableError as error:
-        cached = cache.cached(repo, revision)
         if cached is None:
             raise UserError(
                 f"{error.message}, and the cache {cache.folder} has nothing of revision {revision}",
@@ -416,6 +418,8 @@ class _HubWork:
         log.warning("%s: set aside as %s and fetched again", message, aside.name)
 
     def _done(self, file: RemoteFile, fetched: Fetched) -> None:
+        with contextlib.suppress(OSError):  # a cache that may only be read; `_put_together` says so
+            self._cache.link(self._listing.commit, file)
         self._ctx.done(file.path, blake3=fetched.blake3, mtime_ns=fetched.mtime_ns, etag=file.etag)
 
     def _fetch_all(

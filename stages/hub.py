@@ -89,7 +89,12 @@ class Hub:
                 if answer.status_code == 200:
                     return _listing(repo, answer.content, self.endpoint)
                 why, wait_s = f"HTTP {answer.status_code}", retry_after_s(answer.headers)
-            except httpx2.TransportError as error:
+            except (httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
+                raise UserError(
+                    f"HF_ENDPOINT={self.endpoint} is no address: {error}",
+                    "write it as https://host, or unset HF_ENDPOINT",
+                ) from error
+            except httpx2.RequestError as error:
                 why = str(error) or type(error).__name__
             if attempt <= most:
                 log.warning("%s: %s: trying again (%d of %d)", self.endpoint, why, attempt, most)

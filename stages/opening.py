@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from pathlib import Path
 
 from conf.schema import RunConfig
+from runtime.drives import IN_MEMORY, find_mount
 from runtime.engine import Engine, EngineFiles
 from runtime.errors import VerificationError
 from stages.core import Output, Runner
 from stages.download import snapshot_of
+
+log = logging.getLogger("stages")
 
 
 def engine_files(inputs: Mapping[str, Output]) -> EngineFiles:
@@ -29,4 +34,21 @@ def open_engine(cfg: RunConfig, inputs: Mapping[str, Output], runner: Runner) ->
             f"verify found wrong numbers on this machine: {', '.join(verified.facts['red'])}",
             "run stages=[verify] force=[verify] to see the table again, or force=true to go on all the same",
         )
-    return Engine.open(cfg, engine_files(inputs))
+    files = engine_files(inputs)
+    warn_of_slow_place(files.pack or files.snapshot)
+    return Engine.open(cfg, files)
+
+
+def warn_of_slow_place(experts: Path) -> None:
+    """Say once at the start when the experts lie where no setting makes them fast."""
+    mount = find_mount(next(experts.glob("*.safetensors"), experts))
+    if mount.is_network:
+        log.warning(
+            "the experts lie on %s (%s), a network or foreign filesystem: expect a fraction of a local drive's speed; "
+            "stages=[doctor] measures it, paths.artifacts and paths.hub move it",
+            mount.kind, mount.device,
+        )  # fmt: skip
+    elif mount.kind in IN_MEMORY:
+        log.warning(
+            "the experts lie on %s and take RAM that the expert cache could have", mount.kind
+        )

@@ -274,7 +274,7 @@ def _fill(
                     on_bytes(len(data))
             except _RetryError as error:
                 why, wait_s = str(error), error.after_s
-            except (httpx2.TransportError, httpx2.DecodingError, NoProgressError) as error:
+            except (httpx2.RequestError, NoProgressError) as error:
                 why = _describe(error, patience)
             out.flush()
             if have >= file.nbytes:
@@ -333,6 +333,8 @@ def _ask(
     with get_session().stream(
         "GET", url, headers=wanted, timeout=timeout, follow_redirects=True
     ) as answer:
+        if answer.status_code == 403 and answer.history:  # a signed address that has run out
+            raise _RetryError("the file's server refuses (HTTP 403)")
         check_status(answer.status_code, answer.headers, what, endpoint)
         if answer.status_code not in (200, 206):
             raise _RetryError(f"HTTP {answer.status_code}", retry_after_s(answer.headers))

@@ -38,6 +38,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture
+def fault_row(record_property):
+    """Return a function: what was injected, what the user was told, what became of it -> a row of the last table."""
+
+    def note(injected: str, told: str, outcome: str) -> None:
+        record_property("fault", [injected, told, outcome])
+
+    return note
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print every fault that was injected, as the last thing."""
+    rows = [
+        value
+        for report in terminalreporter.stats.get("passed", ())
+        for name, value in report.user_properties
+        if name == "fault"
+    ]
+    if rows:
+        terminalreporter.section("faults injected: what the user was told, and what became of it")
+    for injected, told, outcome in rows:
+        terminalreporter.write_line(f"{injected}\n    told: {told}\n    then: {outcome}")
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen() -> Path:
     """The bundled checkpoint's folder: never written to."""

@@ -63,6 +63,7 @@ class FileSet:
                 self.is_direct = self._open_direct(must=config.direct is DirectIo.require)
             if not self.is_direct:
                 self._fds = [_open(path, 0) for path in self.files]
+            self._opened = [_stamp(fd) for fd in self._fds]
         except BaseException:
             self.close()
             raise
@@ -105,6 +106,9 @@ class FileSet:
                     )
                 raise EOFError(offset + got)
             got = end
+        # 1 us beside a read of 50 or more: bytes of a file that changed must reach no token
+        if _stamp(self._fds[file_idx]) != self._opened[file_idx]:
+            raise OSError(errno.ESTALE, "the file was written to while it was in use")
         if self._simulated is not None:
             self._simulated.wait(started_at, len(buffer))
 
@@ -112,6 +116,12 @@ class FileSet:
         for fd in self._fds:
             os.close(fd)
         self._fds = []
+
+
+def _stamp(fd: int) -> tuple[int, int]:
+    """Return what changes when a file is written to."""
+    found = os.fstat(fd)
+    return found.st_mtime_ns, found.st_size
 
 
 def _open(path: Path, flags: int) -> int:

@@ -5,19 +5,27 @@ Owns the threads and the open files; knows keys only as labels for error message
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 from conf.schema import DriveConfig
-from runtime.errors import UserError
+from runtime.errors import DeviceError
 from runtime.experts.drive import FileSet, Preadv
 from runtime.experts.layout import ExpertKey, Span
 from runtime.experts.schedule import ReadJob, ReadQueue, cut_spans
 
+FAILING = "see the kernel log (dmesg): a drive that gives this error may be failing"
+_GONE = "the drive is gone: see the kernel log (dmesg) and `lsblk`, connect it, and start again"
+_HINTS: dict[int | None, str] = {
+    errno.ENODEV: _GONE, errno.ENXIO: _GONE, errno.EBADF: _GONE, errno.ENOTCONN: _GONE,
+    errno.ESTALE: "start again: the set-up stages check the file and make it anew if it is wrong",
+}  # fmt: skip
 
-class ReadError(UserError):
+
+class ReadError(DeviceError):
     """A read that the drive refused or that met an early end of the file."""
 
 
@@ -144,7 +152,7 @@ class DirectReader:
         except OSError as error:
             job.error = ReadError(
                 f"{self._where(job, piece)}: {error.strerror or error}",
-                "see the kernel log (dmesg): a drive that gives this error may be failing",
+                _HINTS.get(error.errno, FAILING),
             )
         except Exception as error:  # noqa: BLE001 - our own mistake: raised where the job is waited for
             job.error = error

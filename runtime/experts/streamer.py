@@ -17,6 +17,7 @@ from torch import Tensor
 
 from runtime.experts.arena import HostArena
 from runtime.experts.cache import ExpertCache
+from runtime.experts.checks import Checksums, next_arrival
 from runtime.experts.layout import ExpertKey, ExpertLayout
 from runtime.experts.reader import DirectReader
 from runtime.experts.schedule import ReadJob
@@ -97,10 +98,12 @@ class ExpertStreamer:
         sweep_rows: int,
         prefetch_experts: int,
         ahead_rows: int = 0,
+        checksums: Checksums | None = None,
     ) -> None:
         """cache_rows: at least the model's top-k.  sweep_rows: staging rows, read ahead of a prompt's computing.
 
-        ahead_rows: how many rows `ahead` may keep from eviction; the route must find room beside them.
+        ahead_rows: how many rows `ahead` may keep from eviction; the route must find room beside them.  checksums: to
+        compare each expert with on its first read; None: not.
         """
         self._layout = layout
         self._reader = reader
@@ -108,6 +111,7 @@ class ExpertStreamer:
         self._staging = range(cache_rows, cache_rows + sweep_rows)
         self._prefetch_experts = prefetch_experts
         self._ahead_rows = ahead_rows
+        self._checksums = checksums
         self.cache: ExpertCache[ExpertKey] = ExpertCache(cache_rows)
         self._keys = [
             [ExpertKey(i, e) for e in range(layout.num_experts)] for i in range(layout.num_layers)
@@ -311,6 +315,8 @@ class ExpertStreamer:
                 current = ahead.popleft()
                 if current.job is not None:
                     self._wait_for(current.job)
+                    if self._checksums is not None:
+                        self._checksums.check(current.job)
                     if current.job.error is not None:
                         raise current.job.error
                 yield current.key.expert, self._record_of(current)
@@ -356,7 +362,7 @@ class ExpertStreamer:
 
     def _get_arrival(self) -> ReadJob:
         started = time.perf_counter_ns()
-        job = self._arrivals.get()
+        job = next_arrival(self._arrivals)
         self.counters.wait_ns += time.perf_counter_ns() - started
         return job
 
@@ -366,6 +372,8 @@ class ExpertStreamer:
         assert isinstance(key, ExpertKey)
         if self._jobs.get(key) is not job:
             return  # a staging row: not in the cache's book
+        if self._checksums is not None:
+            self._checksums.check(job)
         del self._jobs[key]
         if job.error is None:
             self.cache.landed(key)

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from runtime.errors import ContextLengthError, UserError
+from runtime.errors import ContextLengthError, DeviceError, UserError, VerificationError
 
 MAX_STOPS = 16
 ROLES = ("system", "developer", "user", "assistant")
@@ -65,6 +65,8 @@ class ApiError(Exception):
             sizes = {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context_tokens}
             message = f"{error.message} Please reduce the length of the messages."
             return cls(400, message, "context_length_exceeded", "messages", **sizes)
+        if isinstance(error, (DeviceError, VerificationError)):  # the request is not to blame
+            return cls(500, error.message, "device_error")
         if isinstance(error, UserError):
             return cls(400, error.message, "invalid_request")
         return cls(

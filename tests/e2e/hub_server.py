@@ -26,8 +26,8 @@ class Fault:
     """What happens to one request.
 
     kind: cut (after `share` of the answer), stall (the same, but the line stays open), status, wrong (bytes), pointer,
-    no_range (200 with the whole file), bad_range (another range than asked for), longer (than the listing says), move
-    (main, then answer as usual).
+    refused (`status`, before the redirect), no_range (200 with the whole file), bad_range (another range than asked
+    for), longer (than the listing says), move (main, then answer as usual).
     """
 
     kind: str
@@ -129,7 +129,12 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
 
         def _redirect(self, path: str) -> None:
             commit, _, name = path.removeprefix(f"/{REPO}/resolve/").partition("/")
-            self._answer(302, b"", {"Location": f"/cdn/{commit}/{name}", "X-Repo-Commit": commit})
+            fault = hub.always.get(name)
+            if fault is not None and fault.kind == "refused":
+                return self._status(fault.status, fault.headers)
+            return self._answer(
+                302, b"", {"Location": f"/cdn/{commit}/{name}", "X-Repo-Commit": commit}
+            )
 
         def _serve(self, commit: str, name: str) -> None:
             span = self.headers.get("range")

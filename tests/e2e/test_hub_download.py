@@ -1,14 +1,17 @@
 """Downloads from a stand-in of the hub that stalls, cuts, refuses, lies and moves: nothing is lost or wrong after it.
 
-With -rP each fault prints a line: what was injected, what the user was told, and what became of the bytes.
+A run of these tests ends with a table: what was injected, what the user was told, what became of the bytes.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
 import random
+import resource
 import shutil
 import struct
 import subprocess
@@ -236,12 +239,17 @@ def test_a_model_of_the_hub_becomes_the_same_pack(tiny_qwen, tmp_path, make_conf
 # ---- revisions -------------------------------------------------------------------------------------------------------
 
 
-def test_main_moves_in_the_middle_and_all_files_are_of_one_commit(machine, hub):
+def test_main_moves_in_the_middle_and_all_files_are_of_one_commit(machine, hub, fault_row):
     hub.commits[NEXT_COMMIT] = make_files(seed=1)
     hub.faults["model-00001-of-00004.safetensors"].append(Fault("move"))
     files = machine.download(**{"model.revision": "main"})
     assert hub.main == NEXT_COMMIT
     assert files == wanted(hub, COMMIT)
+    fault_row(
+        "main moves while files are fetched",
+        "the commit that main was",
+        "all files are of that one commit",
+    )
     assert machine.runner(**{"model.revision": "main"}).find("download").facts["commit"] == COMMIT
 
 
@@ -289,7 +297,7 @@ def test_too_little_disk_is_said_before_the_first_byte(machine, hub, monkeypatch
 
 
 def test_only_what_is_missing_counts_as_needed(machine, hub, monkeypatch):
-    hub.always[BIG] = Fault("status", status=403)
+    hub.always[BIG] = Fault("refused", status=403)
     with pytest.raises(UserError):
         machine.download()
     del hub.always[BIG]
@@ -298,6 +306,70 @@ def test_only_what_is_missing_counts_as_needed(machine, hub, monkeypatch):
         name = f"model-{number:05}-of-00004.safetensors"
         machine.blob(name).write_bytes(hub.commits[COMMIT][name])
     assert machine.download() == wanted(hub)
+
+
+def test_a_dry_run_counts_what_is_here_already(machine, hub):
+    """Also half of a shard, and files of a download that never ended."""
+    total = sum(map(len, wanted(hub).values()))
+    known = {"model.files_gib": total / 2**30}
+    assert room(machine.runner(**known)) == pytest.approx(total, abs=1000)
+    hub.faults[BIG].append(Fault("cut", 0.5))
+    hub.always[BIG] = Fault("status", status=503)
+    with pytest.raises(UserError):
+        machine.download(**{"hub.files_at_once": 1})
+    left = room(machine.runner(**known))
+    # two shards were not begun, and half of another is missing
+    assert left == pytest.approx(2.5 * 300_000, abs=3000)
+    hub.always.clear()
+    machine.download(**known)
+    assert room(machine.runner(**known)) == 0
+
+
+def room(runner: Runner) -> int:
+    return sum(room.need_nbytes for room in runner.expected_disk(["download"]))
+
+
+def test_a_disk_that_is_full_after_all(machine, hub, fault_row):
+    """The kernel refuses to let a file grow; what is here is kept, and the same command goes on."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    try:
+        with pytest.raises(UserError) as caught:
+            machine.download()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert f"download ran out of disk in {machine.cache}" in caught.value.message
+    hub.requests.clear()
+    assert machine.download() == wanted(hub)
+    spans = [span for name, span in hub.requests if name.endswith(".safetensors")]
+    assert any(not span.startswith("bytes=0-") for span in spans), "begun files go on"
+    fault_row("no room for the file to grow", caught.value.message, "kept, and goes on")
+
+
+def test_a_cache_without_file_locks(machine, monkeypatch):
+    real = fcntl.flock
+
+    def flock(fd, flags):
+        if "blobs" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        real(fd, flags)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UserError) as caught:
+        machine.download()
+    assert "has no file locks: Function not implemented" in caught.value.message
+    assert "paths.hub=DIR" in caught.value.hint
+
+
+def test_pauses_grow_and_have_an_end():
+    slept = []
+    patience = Patience(1.0, 3, slept.append)
+    seconds = [patience.wait(attempt, None) for attempt in range(1, 12)]
+    assert slept == seconds
+    for attempt, pause in enumerate(seconds):
+        assert 0.75 * min(30, 2**attempt) <= pause <= 1.25 * min(30, 2**attempt)
+    assert patience.wait(1, 60.0) == 60.0
+    assert patience.wait(1, 1e6) == 300.0
 
 
 def test_the_later_stages_count_too(machine, hub, monkeypatch):
@@ -379,7 +451,7 @@ def test_a_cache_that_may_only_be_read(machine, hub):
 # ---- stopped, and two at once ----------------------------------------------------------------------------------------
 
 
-def test_a_killed_download_goes_on_where_it_was(hub, tmp_path):
+def test_a_killed_download_goes_on_where_it_was(hub, tmp_path, fault_row):
     """SIGKILL with a shard half here; the next run asks for the rest of it, and for no finished file again."""
     hub.faults[BIG].append(Fault("stall", share=0.6))
     env = {
@@ -413,9 +485,14 @@ def test_a_killed_download_goes_on_where_it_was(hub, tmp_path):
     assert f"bytes={have}-" in hub.served(BIG)[0]
     assert not finished & {name for name, _ in hub.requests}
     assert blob.read_bytes() == hub.commits[COMMIT][BIG]
+    fault_row(
+        "kill -9 with a shard 60 % here",
+        "nothing: the process is gone",
+        f"goes on at byte {have:,}, no file again",
+    )
 
 
-def test_two_runs_at_once_share_the_work(machine, hub):
+def test_two_runs_at_once_share_the_work(machine, hub, fault_row):
     """Two projects with one cache: each file is fetched once, both end with the right bytes."""
     hub.faults[BIG].append(Fault("stall", share=0.5))
     results: dict[str, object] = {}
@@ -435,6 +512,11 @@ def test_two_runs_at_once_share_the_work(machine, hub):
     starts = [name for name, span in hub.requests if span and span.startswith("bytes=0-")]
     assert len(starts) == len(set(starts))
     assert not list(machine.cache.rglob(f"*{INCOMPLETE}"))
+    fault_row(
+        "two runs at once, one stalls",
+        "the other waits for the file",
+        "each file once, both runs end well",
+    )
 
 
 # ---- the table of faults ---------------------------------------------------------------------------------------------
@@ -443,7 +525,7 @@ SHORT = "config.json"
 
 
 def error(status: int, code: str) -> Fault:
-    return Fault("status", status=status, headers={"X-Error-Code": code})
+    return Fault("refused", status=status, headers={"X-Error-Code": code})
 
 
 RETRIED = [  # faults that end well: what is injected, where
@@ -454,6 +536,7 @@ RETRIED = [  # faults that end well: what is injected, where
     ("another range than asked for", BIG, [Fault("cut"), Fault("bad_range")]),
     ("HTTP 500, 502, 503", BIG, [Fault("status", status=s) for s in (500, 502, 503)]),
     ("HTTP 429 with Retry-After: 7", BIG, [Fault("status", status=429, headers={"Retry-After": "7"})]),
+    ("a signed address that has run out (HTTP 403)", BIG, [Fault("status", status=403)]),
     ("wrong bytes of the right size, once", BIG, [Fault("wrong")]),
     ("a small file with wrong bytes, once", SHORT, [Fault("wrong")]),
     ("more bytes than the listing says, once", BIG, [Fault("longer")]),
@@ -461,7 +544,7 @@ RETRIED = [  # faults that end well: what is injected, where
 REFUSED = [  # faults that end with a sentence: what, where, the fault each time, what the sentence must hold
     ("wrong bytes of the right size, always", BIG, Fault("wrong"), "came with wrong bytes"),
     ("the line always breaks at the same byte", BIG, Fault("no_range", 0.5), "5 times in a row"),
-    ("HTTP 401", BIG, Fault("status", status=401), "refuses"),
+    ("HTTP 401", BIG, error(401, ""), "refuses"),
     ("HTTP 403, a gated model", BIG, error(403, "GatedRepo"), "refuses"),
     ("HTTP 404 for a file of the listing", BIG, error(404, "EntryNotFound"), "no such file"),
     ("HTTP 451", BIG, Fault("status", status=451), "HTTP 451"),
@@ -480,11 +563,13 @@ def told(caplog) -> str:
 
 
 @pytest.mark.parametrize(("what", "name", "faults"), RETRIED, ids=name_of)
-def test_a_fault_that_is_ridden_out(machine, hub, caplog, what, name, faults):
+def test_a_fault_that_is_ridden_out(machine, hub, caplog, fault_row, what, name, faults):
     hub.faults[name].extend(faults)
     assert machine.download() == wanted(hub), "every byte is right"
     assert told(caplog), "the user is told"
-    print(f"FAULT | {what} | {told(caplog)} | all bytes right, {len(hub.served(name))} requests")
+    fault_row(
+        what, told(caplog), f"all bytes right after {len(hub.served(name))} requests for the file"
+    )
     assert not list(machine.cache.rglob(f"*{INCOMPLETE}"))
 
 
@@ -507,7 +592,7 @@ def test_a_cut_file_is_continued_and_not_begun_again(machine, hub):
 
 
 @pytest.mark.parametrize(("what", "name", "fault", "said"), REFUSED, ids=name_of)
-def test_a_fault_that_lasts(machine, hub, caplog, what, name, fault, said):
+def test_a_fault_that_lasts(machine, hub, fault_row, what, name, fault, said):
     """One clear sentence; everything else is kept; the same command ends well when the fault is gone."""
     hub.always[name] = fault
     with pytest.raises(UserError) as caught:
@@ -521,7 +606,7 @@ def test_a_fault_that_lasts(machine, hub, caplog, what, name, fault, said):
     hub.requests.clear()
     assert machine.download() == wanted(hub)
     assert not kept & {n for n, _ in hub.requests}, "what was finished is not fetched again"
-    print(f"FAULT | {what} | {caught.value.message} | kept, and whole after the same command again")
+    fault_row(what, caught.value.message, "the rest is kept; the same command again ends well")
 
 
 def test_nobody_answers(machine, hub, monkeypatch):
@@ -534,6 +619,14 @@ def test_nobody_answers(machine, hub, monkeypatch):
     machine.download()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert machine.download(artifacts="elsewhere") == wanted(hub), "the cache holds all that is needed"  # fmt: skip
+
+
+@pytest.mark.parametrize("endpoint", ["huggingface.co", "ftp://x", "http://[::1"])
+def test_an_endpoint_that_is_no_address(machine, monkeypatch, endpoint):
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    with pytest.raises(UserError, match="is no address"):
+        machine.download()
+    assert machine.pauses == []
 
 
 def test_something_that_is_no_hub(machine, hub, monkeypatch):

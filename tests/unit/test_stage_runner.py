@@ -524,6 +524,27 @@ def test_a_folder_that_cannot_be_made(world, tmp_path):
         world.run()
 
 
+# ---- progress without a terminal -----------------------------------------------------------------------------------
+
+
+def test_progress_of_bytes_in_lines(monkeypatch, capsys):
+    """A line now and then with bytes, rate and time left, and no control characters."""
+    now = 100.0
+    monkeypatch.setattr(core.time, "monotonic", lambda: now)
+    with core.Progress("fetch", 400 * 2**20, 100 * 2**20, is_nbytes=True) as bar:
+        now = 104.0
+        bar.advance(50 * 2**20)  # too early for a line
+        now = 110.0
+        bar.advance(70 * 2**20)
+        now = 120.0
+        bar.advance(-20 * 2**20)  # thrown away
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "fetch 220.00 MiB of 400.00 MiB at 12.00 MiB/s, 15.0 s left",
+        "fetch 200.00 MiB of 400.00 MiB at 5.00 MiB/s, 40.0 s left",
+    ]
+
+
 # ---- two at once -------------------------------------------------------------------------------------------------
 
 
