@@ -199,7 +199,7 @@ def _check_key(shown: str, key: str, value: str) -> None:
     keys = known_keys()
     groups = {
         path.name for path in CONF.iterdir() if path.is_dir() and any(path.glob("*.yaml"))
-    } - {"local"}
+    } - {"local", "advisor"}  # your own defaults; the advisor's documents
     if key in groups:
         choices = [path.stem for path in (CONF / key).glob("*.yaml")]
         for choice in filter(None, value.split(",")):

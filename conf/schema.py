@@ -438,6 +438,16 @@ _RANGES: dict[str, tuple[float, float]] = {
     "verify.documents": (1, 1e6),
     "verify.control_documents": (1, 1e6),
     "advise.port": (0, 65535),
+    "advise.situation.min_tok_s": (0, 1e6),
+    "advise.situation.context_tokens": (1, 2**24),
+    "advise.situation.users": (1, 1e6),
+    "advise.situation.budget": (0, 1e9),
+    "advise.situation.hours_day": (0, 24),
+    "advise.situation.price_kwh": (0, 1e3),
+    "advise.situation.horizon_months": (1, 1200),
+    "advise.situation.tokens_in_month": (0, 1e15),
+    "advise.situation.tokens_out_month": (0, 1e15),
+    "advise.situation.line_mbit": (0, 1e7),
     "max_tokens": (1, 2**24),
 }
 

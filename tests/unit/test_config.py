@@ -30,7 +30,7 @@ CONF = ROOT / "conf"
 GROUPS = {
     folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
     for folder in CONF.iterdir()
-    if folder.is_dir() and folder.name != "local" and any(folder.glob("*.yaml"))
+    if folder.is_dir() and folder.name not in ("local", "advisor") and any(folder.glob("*.yaml"))
 }
 
 
@@ -122,6 +122,11 @@ def test_no_two_keys_mean_the_same():
         "seed": "of sampling, of the choice of experts to check, of random weights, of a bench's prompt",
         "ram_gib": "of the machine, of the cache, of the drafts' experts",
         "vram_gib": "of the machine, of the cache",
+        "host": "of the model's server, of the advisor's",
+        "port": "of the model's server, of the advisor's",
+        "plot": "of a bench, of an advice",
+        "system": "the system message, the machine asked about",
+        "context_tokens": "of the model, of a person's texts",
         "experts": "guesses to read, experts to check, experts of a synthetic layer",
     }
     seen: dict[str, list[str]] = {}
@@ -415,7 +420,8 @@ def test_paths_with_odd_characters(key, path):
 def test_every_text_key_of_a_person_is_free_text():
     """Keys that hold a sentence or a path of somebody's machine."""
     assert set(run.FREE_TEXT) == {
-        "prompt", "system", *(key for key in known_keys() if re.search(r"(^|\.)path$|^paths\.", key))
+        "prompt", "system", *(f"advise.{name}" for name in ("question", "model", "system", "answer", "last_message")),
+        *(key for key in known_keys() if re.search(r"(^|\.)path$|^paths\.", key)),
     }  # fmt: skip
 
 
