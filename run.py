@@ -21,8 +21,12 @@ FREE_TEXT = (
     "prompt",
     "system",
     "model.path",
+    "simulate.routes",
     "paths.outputs",
     "paths.artifacts",
+    "paths.snapshots",
+    "serve.api_key",
+    "serve.api_key_file",
     "paths.hub",
     "advise.question",
     "advise.model",
@@ -36,13 +40,9 @@ TAKES_VALUE = (  # Hydra's options whose next word is no override
     *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
 )
 
-exit_code = 0
-
 
 def main(argv: list[str]) -> int:
     """Run the command line. Returns the exit code: 0, 1 failure, 2 wrong use, 3 wrong bytes or numbers, 4 busy."""
-    global exit_code
-    exit_code = 0
     from conf.schema import ConfigError
     from runtime.errors import UserError
 
@@ -51,9 +51,10 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     try:
         sys.argv[1:] = prepare(argv)
-        _compose_and_run()
+        return _compose_and_run()
     except (ConfigError, UserError) as error:
-        return report(error)
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, UserError) else 2
     except KeyboardInterrupt:
         print(
             "\nstopped; what is finished is kept, and the same command goes on from there",
@@ -65,15 +66,6 @@ def main(argv: list[str]) -> int:
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # nobody reads stdout any more
         return 0
-    return exit_code
-
-
-def report(error: Exception) -> int:
-    """Print an expected error, at most two lines, and return its exit code."""
-    from runtime.errors import UserError
-
-    print(f"error: {error}", file=sys.stderr)
-    return error.exit_code if isinstance(error, UserError) else 2
 
 
 def _on_term(_signum: int, _frame: FrameType | None) -> None:
@@ -81,33 +73,25 @@ def _on_term(_signum: int, _frame: FrameType | None) -> None:
     raise SystemExit(143)
 
 
-def _compose_and_run() -> None:
+def _compose_and_run() -> int:
     import hydra
     from hydra.core.config_store import ConfigStore
-    from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
-    from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
 
-    from conf.schema import ConfigError, RunConfig, load
-    from runtime.errors import UserError
+    from conf.schema import RunConfig
+    from stages.sweep import Outcome, gather, job
 
     ConfigStore.instance().store(name="schema", node=RunConfig)
-
-    def task(cfg: DictConfig) -> None:
-        global exit_code
-        try:
-            run_stages(load(cfg), Path(HydraConfig.get().runtime.output_dir))
-        except (ConfigError, UserError) as error:  # of a sweep, the other points still run
-            exit_code = report(error)
-        except BrokenPipeError:  # nobody reads stdout any more; Hydra would print a traceback
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
+    Outcome.forget()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of Hydra's own report and exit
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
     except (HydraException, OmegaConfBaseException) as error:
         raise _as_usage_error(error) from error
+    finally:  # a sweep that was stopped shows what it has
+        exit_code = gather()
+    return max([exit_code, *Outcome.exit_codes])
 
 
 def _as_usage_error(error: Exception) -> Exception:
@@ -121,31 +105,6 @@ def _as_usage_error(error: Exception) -> Exception:
     if "ListConfig" in text or "stages=" in text:
         return UsageError(text, "a list is written in brackets: stages=[chat]")
     return UsageError(text, "`python run.py --cfg job` prints every key with its value")
-
-
-def run_stages(cfg: object, run_dir: Path) -> None:
-    """Run (or, with dry_run, explain) what a checked config asks for."""
-    from conf.schema import RunConfig, Source
-    from stages.core import Runner
-
-    assert isinstance(cfg, RunConfig)
-    runner = Runner(cfg, absolute(cfg.paths.artifacts), run_dir=run_dir)
-    if cfg.dry_run:
-        for name, decision in runner.explain(cfg.stages):
-            print(f"{name}: {decision}")
-        if cfg.model.source is not Source.bundled:
-            from stages.disk_report import fetch_line, format_disk
-
-            rooms = runner.expected_disk(cfg.stages)
-            print(format_disk(rooms, fetch_line(cfg, rooms)))
-        return
-    runner.run(cfg.stages)
-
-
-def absolute(path: str) -> Path:
-    """Return a configured path; relative ones are taken from the folder of run.py."""
-    expanded = Path(path).expanduser()
-    return expanded if expanded.is_absolute() else ROOT / expanded
 
 
 # ---- the command line, before Hydra sees it --------------------------------------------------------------------------
@@ -217,6 +176,7 @@ def _check_key(shown: str, key: str, value: str) -> None:
 def _check_outputs(argv: list[str]) -> None:
     """Say early that the output folder cannot be written: Hydra would end with a traceback."""
     from runtime.errors import UserError
+    from stages.files import absolute
 
     if any(
         word in ("--help", "-h", "--cfg", "-c", "--info", "-i", "--hydra-help", "--version")

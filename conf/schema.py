@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = (
-    "synthetic", "download", "repack", "spot_check", "residents", "verify", "bench", "chat", "serve", "plan",
+    "synthetic", "download", "patch", "repack", "spot_check", "residents", "verify", "bench", "simulate", "chat",
+    "serve", "plan", "doctor",
     "advise", "advise_check", "advise_serve",
-    "doctor",
 )  # fmt: skip
 
 
@@ -75,9 +75,17 @@ class Deltanet(Enum):
 class Arithmetic(Enum):
     """Who computes a DeepSeek model."""
 
-    auto = "auto"  # native, the only one so far
+    auto = "auto"  # reference where its code, a GPU and TileLang are at hand, else native
     native = "native"  # this project, rounded where the release rounds
-    reference = "reference"  # the release's own code; not built yet
+    reference = "reference"  # the release's own code, one line of it changed; experts streamed
+
+
+class Kernels(Enum):
+    """Whose kernels the release's own code runs on (arithmetic=reference)."""
+
+    auto = "auto"  # tilelang on a GPU where a version that is not refused is installed, else ours
+    tilelang = "tilelang"  # the release's
+    ours = "ours"  # this project's: Triton on a GPU, plain torch on a CPU
 
 
 class Replay(Enum):
@@ -201,7 +209,7 @@ class CacheConfig:
     """The RAM tier."""
 
     ram_gib: float | None = (
-        None  # expert cache; 0: only the layer in use; null: all that the RAM plan leaves
+        None  # expert cache; 0: the layer in use and its guesses; null: all that the RAM plan leaves
     )
     vram_gib: float | None = (
         None  # expert slots in VRAM; 0: none but for copies on their way; null: all that is left
@@ -236,6 +244,10 @@ class DeepseekConfig:
 
     arithmetic: Arithmetic = Arithmetic.auto
     replay: Replay = Replay.exact
+    kernels: Kernels = Kernels.auto  # of arithmetic=reference
+    fix_index_keys: bool = (
+        False  # arithmetic=reference: at even positions its indexers read stale keys; true: own
+    )
 
 
 @dataclass
@@ -246,7 +258,24 @@ class ServeConfig:
     port: int = 8000
     queue: int = 8  # requests that may wait; one more gets 429
     keep_alive_s: float = 10.0  # a comment frame this often while a stream is silent; 0 is never
+    keep_alive_chunks: bool = False  # as empty chunks, for clients whose watchdogs count only those
     strict_model: bool = True  # false: any model name in a request means this model
+    api_key: str | None = None  # that requests must send; better in a file, or in NVMOE_API_KEY
+    api_key_file: str | None = None  # a file whose first line is the key
+    open_metrics: bool = True  # /metrics without the key
+    cors_origins: list[str] = field(
+        default_factory=list
+    )  # pages of other hosts that may use this server from a browser; ["*"]: all
+    reasoning_alias: bool = False  # send `reasoning` beside `reasoning_content`
+
+
+@dataclass
+class SnapshotsConfig:
+    """Copies of conversations' states while serving, that follow-ups go on from, also after a restart."""
+
+    ram_gib: float | None = None  # 0: none; null: an eighth of what may be used, at most 1
+    disk_gib: float = 4.0  # they hold the conversations' tokens; 0: none
+    every_tokens: int = 2048  # a copy at least this often in a long prompt, in RAM alone; 0: none
 
 
 @dataclass
@@ -254,6 +283,7 @@ class PathsConfig:
     """Places on the disk. Relative paths are taken from the folder of run.py."""
 
     outputs: str = "outputs"  # all that is made
+    snapshots: str = "${paths.outputs}/snapshots"  # states of conversations; may be removed
     artifacts: str = (
         "${paths.outputs}/artifacts"  # what the set-up stages make; put it on the fastest drive
     )
@@ -268,6 +298,15 @@ class SpotCheckConfig:
 
     experts: str = "64"  # how many random experts, or `all`
     seed: int = 0
+
+
+@dataclass
+class PatchConfig:
+    """The release's own inference code, with one line changed."""
+
+    allow_unknown: bool = (
+        False  # take a file whose hash is not the known one; the line must be there
+    )
 
 
 @dataclass
@@ -287,8 +326,48 @@ class BenchConfig:
     repeats: int = 3
     prompt_length: int = 64  # tokens, read before decoding
     is_cold: bool = False  # empty the expert cache before each repeat, and count the warm-up in
-    seed: int = 0  # of the prompt's tokens
+    seed: int = 0  # of the prompt's tokens, or of generated routes
     plot: bool = True
+
+
+class Policy(Enum):
+    """Who leaves a full cache; only the simulator has others than LRU."""
+
+    lru = "lru"
+    lfu = "lfu"  # least frequently used, uses age
+    slru = "slru"  # segmented LRU
+    per_layer = "per_layer"  # an LRU for each layer
+    belady = "belady"  # who is wanted again last: knows the future, the bound
+
+
+@dataclass
+class SimulateConfig:
+    """What `simulate` replays, and the machine it imagines.
+
+    The drive is hw.drive.simulate_gib_s and simulate_latency_us, how it is read is hw.drive.window and pieces; how many
+    tokens are counted, and decoded before, is bench.tokens and bench.warmup_tokens.
+    """
+
+    routes: str | None = None  # a recording (record=true); null: routes are generated as below
+    policy: Policy = Policy.lru
+    # the model, where routes are generated; a recording tells its own
+    num_layers: int = 8
+    num_experts: int = 64
+    top_k: int = 6
+    record_nbytes: int = 24576  # of one expert
+    skew: float = 1.0  # standard deviation of the log of an expert's popularity; 0 is even
+    persistence: float = 0.2  # share of experts kept from the token before
+    recall: float = 0.68  # share of the next layer's experts that are guessed
+    best_two: float = 0.87  # share of right ones among the first two guesses
+    # the machine
+    drive_depth: int = 32  # reads that the drive has in work at once
+    is_shared: bool = False  # reads in work share the drive's rate; false: one after the other
+    link_gib_s: float = 0.0  # from RAM to the GPU; 0: there is none, the CPU computes
+    vram_gib_s: float = 0.0  # how fast a kernel reads an expert from VRAM; 0: in no time
+    expert_us: float = 0.0  # at least this long computes one expert
+    layer_us: float = 0.0  # computing of a layer beside its routed experts
+    host_us: float = 0.0  # the host's own work for a layer
+    token_us: float = 0.0  # what a token needs once
 
 
 @dataclass
@@ -356,13 +435,16 @@ class RunConfig:
     drafts: DraftsConfig = field(default_factory=DraftsConfig)
     deepseek: DeepseekConfig = field(default_factory=DeepseekConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    snapshots: SnapshotsConfig = field(default_factory=SnapshotsConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
     hub: HubConfig = field(default_factory=HubConfig)
     spot_check: SpotCheckConfig = field(default_factory=SpotCheckConfig)
+    patch: PatchConfig = field(default_factory=PatchConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     advise: AdviseConfig = field(default_factory=AdviseConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
+    simulate: SimulateConfig = field(default_factory=SimulateConfig)
     stages: list[str] = field(
         default_factory=lambda: ["serve"]
     )  # what to run; set-up stages run first where needed
@@ -370,6 +452,11 @@ class RunConfig:
         default_factory=list
     )  # stages to run again; true also lets serve start on a red verify
     dry_run: bool = False  # only say what would run, and why
+    record: bool = (
+        False  # bench, chat and serve write every route to routes.bin in the run's folder
+    )
+    # in a sweep: bench, chat and verify run one at a time on a machine, whatever launcher starts them
+    measure_alone: bool = True
     prompt: str | None = None  # for stages=[chat]
     system: str | None = None  # system message for stages=[chat]
     thinking: bool = False  # for stages=[chat]: reason before the answer, where the model can
@@ -432,9 +519,27 @@ _RANGES: dict[str, tuple[float, float]] = {
     "hub.stall_s": (0.1, 3600),
     "hub.retries": (0, 1000),
     "hub.line_mbit_s": (0.001, 1e7),
+    "simulate.num_layers": (1, 2**15),
+    "simulate.num_experts": (1, 2**16),
+    "simulate.top_k": (1, 2**10),
+    "simulate.record_nbytes": (1, 2**40),
+    "simulate.skew": (0, 10),
+    "simulate.persistence": (0, 1),
+    "simulate.recall": (0, 1),
+    "simulate.best_two": (0, 1),
+    "simulate.drive_depth": (1, 2**20),
+    "simulate.link_gib_s": (0, 1e5),
+    "simulate.vram_gib_s": (0, 1e5),
+    "simulate.expert_us": (0, 1e9),
+    "simulate.layer_us": (0, 1e9),
+    "simulate.host_us": (0, 1e9),
+    "simulate.token_us": (0, 1e9),
     "serve.port": (0, 65535),
     "serve.queue": (0, 10000),
     "serve.keep_alive_s": (0, 3600),
+    "snapshots.ram_gib": (0, 2**20),
+    "snapshots.disk_gib": (0, 2**20),
+    "snapshots.every_tokens": (0, 2**24),
     "verify.documents": (1, 1e6),
     "verify.control_documents": (1, 1e6),
     "advise.port": (0, 65535),
@@ -544,8 +649,17 @@ def _range_faults(run: RunConfig) -> Iterable[str]:
 
 
 def _family_faults(run: RunConfig) -> Iterable[str]:
-    if run.deepseek.arithmetic is Arithmetic.reference:
-        yield "deepseek.arithmetic=reference is not built yet: leave it out, or set deepseek.arithmetic=native"
+    if run.deepseek.arithmetic is not Arithmetic.reference:
+        return
+    if "patch" not in run.model.setup:
+        yield (
+            "deepseek.arithmetic=reference needs the release's own code, and "
+            f"model={run.model.name} comes without it: set deepseek.arithmetic=native"
+        )
+    if run.deepseek.replay is not Replay.exact:
+        yield "deepseek.replay=bounded is of deepseek.arithmetic=native: leave out one of the two"
+    if run.drafts.enabled:
+        yield "drafts are of deepseek.arithmetic=native: leave out drafts.enabled, or set that"
 
 
 def _stage_faults(run: RunConfig) -> Iterable[str]:

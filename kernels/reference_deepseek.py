@@ -167,7 +167,8 @@ def hyper_mixes(
     streams: [T, S, d] bf16.  fn: [2 S + S^2, S d], scale: [3], base: [2 S + S^2], fp32.
     """
     flat = streams.float().flatten(1)
-    mixes = steady_linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+    mean = flat.double().square().mean(-1, keepdim=True).float()
+    mixes = steady_linear(flat, fn) * torch.rsqrt(mean + norm_eps)
     return split_mixes(mixes, scale, base, streams.shape[1], iterations, eps)
 
 
@@ -179,12 +180,23 @@ def split_mixes(
     middle = slice(streams, 2 * streams)
     post = 2 * torch.sigmoid(mixes[:, middle] * scale[1] + base[middle])
     comb = mixes[:, 2 * streams :] * scale[2] + base[2 * streams :]
-    comb = comb.unflatten(-1, (streams, streams)).softmax(-1) + eps
-    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    comb = comb.unflatten(-1, (streams, streams))
+    shares = (comb - comb.amax(-1, keepdim=True)).exp()
+    comb = shares / _sum(shares, -1) + eps
+    comb = comb / (_sum(comb, -2) + eps)
     for _ in range(iterations - 1):
-        comb = comb / (comb.sum(-1, keepdim=True) + eps)
-        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+        comb = comb / (_sum(comb, -1) + eps)
+        comb = comb / (_sum(comb, -2) + eps)
     return pre, post, comb
+
+
+def _sum(x: Tensor, dim: int) -> Tensor:
+    """Return the sum over a short dimension, kept: term by term, the same for one row and for many."""
+    parts = x.split(1, dim)
+    total: Tensor = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
 
 
 def hyper_read(streams: Tensor, pre: Tensor) -> Tensor:
@@ -264,7 +276,7 @@ def route(logits: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tenso
     scores = F.softplus(logits).sqrt()
     ids = best_places(scores + bias, top_k)
     chosen = scores.gather(1, ids)
-    return ids, chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scale
+    return ids, chosen / (_sum(chosen, -1) + 1e-20) * scale
 
 
 def swiglu_expert(

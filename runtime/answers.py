@@ -42,8 +42,8 @@ class Parser(Protocol):
     """An answer in pieces, its parts as events: each as soon as no later piece can change it."""
 
     @property
-    def markers(self) -> tuple[str, ...]:
-        """Control tokens that the parser must be shown as text."""
+    def markers(self) -> tuple[str, ...] | None:
+        """Control tokens that the parser must be shown as text; all others vanish. None: as the tokenizer has it."""
 
     def push(self, text: str) -> list[Event]: ...
 
@@ -53,7 +53,7 @@ class Parser(Protocol):
 class PlainParser:
     """For a model whose answers are all content."""
 
-    markers: tuple[str, ...] = ()
+    markers: tuple[str, ...] | None = None
 
     def push(self, text: str) -> list[Event]:
         """Return the text as it is."""

@@ -206,13 +206,15 @@ def plan_memory(
     cache_gib: float | None,
     sweep_experts: int,
     has_gpu: bool = False,
-    prefetch_experts: int = 0,
+    guess_rows: int = 0,
 ) -> MemoryPlan:
     """Give the expert cache what was asked for, or all that is left; refuse with numbers when it cannot fit.
 
-    The cache has at least one layer's route (top-k) and at most every expert; without a cache (`cache_gib` is 0) also
-    room for the guesses of the next layer, which land while that route is in use. With a GPU the residents (all but the
+    The cache has at least one layer's route (top-k) and at most every expert. With a GPU the residents (all but the
     embedding table) and the state are not in RAM.
+
+    guess_rows: beside a route, for guesses that are read ahead, where there is room: a cache that the route fills has
+    no row for a guess, and the drive idles while a layer computes.
     """
     all_experts = sizes.num_layers * sizes.num_experts
     residents = sizes.embedding_nbytes + (0 if has_gpu else sizes.residents_nbytes)
@@ -235,9 +237,11 @@ def plan_memory(
             rows = min(all_experts, (limit_nbytes - fixed) // sizes.record_nbytes - sweep_rows)
     else:
         sweep_rows = min(sweep_experts, sizes.num_experts)
-        least = sizes.top_k + prefetch_experts
-        rows = min(all_experts, max(least, int(cache_gib * GIB) // sizes.record_nbytes))
+        rows = min(all_experts, max(sizes.top_k, int(cache_gib * GIB) // sizes.record_nbytes))
         room_rows = (limit_nbytes - fixed) // sizes.record_nbytes - rows
+        spare = min(sizes.top_k + guess_rows, all_experts) - rows
+        if 0 < spare < room_rows:
+            rows, room_rows = rows + spare, room_rows - spare
         sweep_rows = max(
             1, min(sweep_rows, room_rows)
         )  # little room: the prompt's staging gives way first

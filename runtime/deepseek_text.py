@@ -49,6 +49,8 @@ _CALLS = f"<{DSML} calls>"
 _CALLS_END = f"</{DSML} calls>"
 _INVOKE = f'<{DSML} invoke name="'
 _INVOKE_END = f"</{DSML} invoke>"
+CALL_OPENING = f"\n\n{_CALLS}\n{_INVOKE}"
+"""What stands before the name of an answer's first call."""
 _INVOKE_FORM = re.compile(rf'{_INVOKE}([^"]+)">(.*)', re.DOTALL)
 _PARAMETER = re.compile(
     rf'\s*<{DSML} parameter name="([^"]+)" string="(true|false)">(.*?)</{DSML} parameter>\s*',

@@ -32,6 +32,7 @@ from runtime.experts.checks import Checksums
 from runtime.experts.copies import CudaCopier
 from runtime.experts.layout import ExpertLayout
 from runtime.experts.reader import DirectReader
+from runtime.experts.routes import RouteHeader, RouteRecorder
 from runtime.experts.slots import SlotExperts, passing_slots
 from runtime.experts.streamer import ExpertSource, ExpertStreamer, ResidentExperts
 from runtime.sampling import SamplingParams
@@ -112,6 +113,7 @@ class EngineFiles:
     snapshot: Path  # config, tokenizer, and what is read inside the shards
     pack: Path | None = None  # of families whose experts are packed
     residents: Path | None = None  # of families whose other weights are written anew
+    published: Path | None = None  # a release's own code, patched
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +158,15 @@ class Engine:
         vram_plan: VramPlan | None,
         layout: ExpertLayout,
         cpus: frozenset[int] | None,
+        device: torch.device,
+        is_direct: bool,
+        experts: ExpertStreamer | SlotExperts | ResidentExperts,
+        top_k: int,
     ) -> None:
-        """vram_plan: None on a CPU.  cpus: where the thread ran before it was pinned; None: it was not."""
+        """vram_plan: None on a CPU.  cpus: where the thread ran before it was pinned; None: it was not.
+
+        experts: of the main model, which may stand behind others in `model.experts`.
+        """
         self.config = config
         self.model = model
         self.drafting = model if isinstance(model, Drafting) else None
@@ -168,8 +177,12 @@ class Engine:
         if vram_plan is not None:
             self.prefill_tokens = vram_plan.prompt_tokens
         self.num_tokens = codec.vocab_size
+        self.num_layers = layout.num_layers
+        self.device, self.is_direct = device, is_direct  # experts are read around the page cache
         self._layout = layout
         self._cpus = cpus
+        self._experts, self._top_k = experts, top_k
+        self._recorder: RouteRecorder | None = None
 
     @classmethod
     def open(cls, config: RunConfig, files: EngineFiles, is_resident: bool = False) -> Self:
@@ -232,7 +245,7 @@ class Engine:
         vram_plan = _plan_vram(config, sizes, device, family.READS_IN_PLACE) if has_gpu else None
         checksums = Checksums.open(layout) if config.cache.verify else None
         reader = DirectReader(layout.files, config.hw.drive)
-        experts: ExpertSource
+        experts: ExpertStreamer | SlotExperts | ResidentExperts
         if is_resident:
             experts = ResidentExperts(layout, reader)
         else:
@@ -260,11 +273,37 @@ class Engine:
             experts.close()
             raise
         codec = family.open_codec(files.snapshot)
-        return cls(config, model, codec, plan, vram_plan, layout, cpus)
+        is_direct = reader.is_direct
+        return cls(
+            config,
+            model,
+            codec,
+            plan,
+            vram_plan,
+            layout,
+            cpus,
+            device,
+            is_direct,
+            experts,
+            spec.top_k,
+        )
 
     def format_plan(self) -> str:
         """Return who gets which memory, as a table."""
         return format_plans(self.plan, self.vram_plan)
+
+    def record_routes(self, path: Path) -> None:
+        """Write every route from now on, until `close`, to a new file. Raises UserError when it cannot be made."""
+        assert not isinstance(self._experts, ResidentExperts), "nothing is streamed"
+        layout = self._layout
+        header = RouteHeader(
+            self.config.model.name,
+            layout.num_layers,
+            layout.num_experts,
+            self._top_k,
+            layout.record_nbytes,
+        )
+        self._recorder = self._experts.listener = RouteRecorder(path, header)
 
     def forget_experts(self) -> None:
         """Drop every expert that is kept in RAM or VRAM: the next token finds nothing."""
@@ -344,6 +383,8 @@ class Engine:
 
     def close(self) -> None:
         """End the reader threads and close the files."""
+        if self._recorder is not None:
+            self._recorder.close()
         self.model.experts.close()
         self.model.close()
         if self.vram_plan is not None:

@@ -121,6 +121,13 @@ def compute_threads(wanted: int) -> int:
     return wanted or max(1, min(8, num_cores() - 1))
 
 
+def is_device_fault(error: BaseException) -> bool:
+    """Whether an error means that the GPU can no longer be used by this process. Too little memory is none."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+
+
 def resolve_device(wanted: str) -> torch.device:
     """Return the torch device for `auto`, `cpu` or `cuda`. Raises UserError when there is no such device."""
     has_cuda = torch.cuda.is_available()

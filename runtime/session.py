@@ -1,20 +1,22 @@
 """A session: one token timeline and the state that belongs to it. Callers hand in whole prompts.
 
-The common prefix is reused; states cannot be rolled back, so a prompt that departs from the timeline starts anew.
+The common prefix is reused. States cannot be rolled back: a prompt that departs from the timeline goes on from the copy
+of a state that fits it best, and starts anew without one.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from torch import Tensor
 
 from runtime.answers import Content, Event, Parser, PlainParser
 from runtime.engine import Engine, GreedyPass
-from runtime.sampling import Sampler, SamplingParams
+from runtime.sampling import Sampler, SamplingParams, TokenLogprob
+from runtime.snapshot import Snapshot, SnapshotStore
 from runtime.stats import TokenStats
 from runtime.text import AnswerStream
 
@@ -41,6 +43,7 @@ class Piece:
     token: int
     events: Sequence[Event]
     stats: TokenStats | None
+    logprob: TokenLogprob | None = None
     finish: FinishReason | None = None
 
     @property
@@ -78,46 +81,104 @@ class _Rows:
         return self.last
 
 
-class Session:
-    """One conversation on an engine. One thread at a time."""
+@dataclass(slots=True)
+class Progress:
+    """How far a prompt has been read; another thread may look at it."""
 
-    def __init__(self, engine: Engine) -> None:
+    total: int  # tokens of the prompt
+    cached: int  # of them not computed again
+    processed: float  # of them done; a part of a piece counts by its layers
+    started: float = field(default_factory=time.perf_counter)
+
+
+class Session:
+    """One conversation at a time on an engine, and copies of others. One thread at a time."""
+
+    def __init__(self, engine: Engine, store: SnapshotStore | None = None) -> None:
+        """store: where states are copied to, and found again; None: a prompt that departs starts anew."""
         self.engine = engine
         self.tokens: list[int] = []
         self.prefill_stats: TokenStats | None = None
         self.cached_tokens = 0  # of the last prompt
+        self.progress: Progress | None = None  # of the prompt in work
+        self._store = store
         self._state = engine.new_state()
         self._logits: Tensor | None = None  # after the last token
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything but the copies."""
         self.tokens, self._logits, self._state = [], None, self.engine.new_state()
 
     def sync(
-        self, prompt: Sequence[int], is_cancelled: Callable[[], bool] = lambda: False
+        self,
+        prompt: Sequence[int],
+        is_cancelled: Callable[[], bool] = lambda: False,
+        shared: int | None = None,
     ) -> Tensor:
         """Make the timeline equal to `prompt`: fp32 logits [1, vocab] after its last token.
 
-        Only what is new is computed, in pieces; between pieces `is_cancelled` is asked, and Cancelled raised. A first
-        piece, which has nothing to lose, is given up after any layer.
+        Only what is new is computed, in pieces; between pieces `is_cancelled` is asked, and Cancelled raised. A piece
+        that begins where nothing is lost (at the start, or at a copy) is given up after any layer.  shared: tokens that
+        a next prompt of the same conversation will begin with; a copy is kept there, of the whole prompt if None.
         """
         started = time.perf_counter()
         before = self.engine.counters()
         self.engine.check_prompt(prompt)
-        if list(prompt[: len(self.tokens)]) != self.tokens:
-            self.reset()
+        self._resume(prompt)
         self.cached_tokens = len(self.tokens)
-        size = self.engine.prefill_tokens
-        for start in range(len(self.tokens), len(prompt), size):
-            if is_cancelled():
-                raise Cancelled
-            piece = list(prompt[start : start + size])
-            self._logits = self._advance(piece, None if self.tokens else is_cancelled)
+        self.progress = Progress(len(prompt), len(self.tokens), len(self.tokens))
+        try:
+            self._read(prompt, is_cancelled, len(prompt) if shared is None else shared)
+        except Cancelled:
+            self.snapshot()
+            raise
+        finally:
+            self.progress = None
         assert self._logits is not None
         self.prefill_stats = self.engine.token_stats(
             len(prompt), len(prompt) - self.cached_tokens, started, before
         )
         return self._logits
+
+    def _resume(self, prompt: Sequence[int]) -> None:
+        """Go to the longest beginning of `prompt` that is known: the timeline as it is, a copy, or nothing."""
+        is_going_on = list(prompt[: len(self.tokens)]) == self.tokens
+        known = len(self.tokens) if is_going_on else 0
+        found = None if self._store is None else self._store.longest(prompt, known)
+        if found is not None:
+            self.reset()
+            self._state.restore(found.tensors)
+            self.tokens, self._logits = list(found.tokens), found.logits.to(self.engine.device)
+        elif not is_going_on:
+            self.reset()
+
+    def _read(self, prompt: Sequence[int], is_cancelled: Callable[[], bool], shared: int) -> None:
+        every = self._copy_every()
+        while len(self.tokens) < len(prompt):
+            if is_cancelled():
+                raise Cancelled
+            start = len(self.tokens)
+            end = min(start + self.engine.prefill_tokens, len(prompt))
+            if self._store is not None and start < shared < end:
+                end = shared
+            is_safe = not start or (self._store is not None and self._store.has(self.tokens))
+            self._logits = self._advance(list(prompt[start:end]), is_cancelled if is_safe else None)
+            if end == shared:
+                self.snapshot()
+            elif every and end // every > start // every:
+                self.snapshot(is_saved=False)
+
+    def _copy_every(self) -> int:
+        return self.engine.config.snapshots.every_tokens if self._store is not None else 0
+
+    def snapshot(self, is_saved: bool = True) -> None:
+        """Keep a copy of the conversation as it is, where there is a store and anything to keep."""
+        store = self._store
+        if store is None or not store.is_enabled or self._logits is None or store.has(self.tokens):
+            return
+        logits = self._logits.to("cpu", copy=True)
+        tensors = {name: tensor.cpu() for name, tensor in self._state.tensors().items()}
+        store.add(Snapshot(tuple(self.tokens), tensors, logits), is_saved)
 
     def generate(
         self,
@@ -125,21 +186,24 @@ class Session:
         params: SamplingParams,
         is_cancelled: Callable[[], bool] = lambda: False,
         parser: Parser | None = None,
+        shared: int | None = None,
     ) -> Iterator[Piece]:
         """Answer a prompt, one piece per token; the last has a finish reason. Stop strings are never given out.
 
         The answer ends with `length` at params.max_tokens or at the end of the window.  parser: takes the answer
-        apart; None: all of it is content.
+        apart; None: all of it is content.  shared: as for `sync`; a copy is kept at the answer's end too.
         """
-        logits = self.sync(prompt, is_cancelled)
-        sampler = Sampler(params, self.engine.num_tokens)
+        logits = self.sync(prompt, is_cancelled, shared)
+        sampler = Sampler(params, self.engine.num_tokens, prompt)
         stream = AnswerStream(self.engine.codec, parser or PlainParser(), params.stop)
         room = self.engine.context_tokens - len(prompt)
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
         rows, stats = _Rows(logits), None
         try:
             for count in range(1, limit + 1):
-                token = sampler(rows.next())
+                row = rows.next()
+                token = sampler(row)
+                logprob = sampler.logprob(row, token)
                 is_end = token in self.engine.codec.stop_ids
                 events = [] if is_end else stream.push(token)
                 if is_end or count == limit:
@@ -147,9 +211,9 @@ class Session:
                 if is_end or stream.is_stopped or count == limit:
                     is_stop = is_end or stream.is_stopped
                     finish = FinishReason.stop if is_stop else FinishReason.length
-                    yield Piece(token, events, stats, finish)
+                    yield Piece(token, events, stats, logprob, finish)
                     return
-                yield Piece(token, events, stats)
+                yield Piece(token, events, stats, logprob)
                 if is_cancelled():
                     raise Cancelled
                 stats = None
@@ -160,11 +224,12 @@ class Session:
                     stats = self.engine.token_stats(len(self.tokens), fed, started, before)
         finally:
             self._take_back(rows)
+            self.snapshot()
 
     def _pass(self, token: int, limit: int, params: SamplingParams) -> _Rows:
         """Feed the token drawn last: with drafts and greedily also those that will be drawn, at most `limit` in all."""
         drafting = self.engine.drafting
-        if drafting is None or params.temperature != 0:
+        if drafting is None or not params.is_argmax:
             self._logits = self._advance([token])
             return _Rows(self._logits, [token])
         engine = self.engine
@@ -189,8 +254,11 @@ class Session:
 
     def _advance(self, tokens: list[int], is_cancelled: Callable[[], bool] | None = None) -> Tensor:
         """is_cancelled: asked after each layer of a prompt; None: the tokens are taken in whatever happens."""
+        layers = self.engine.num_layers
 
         def after_layer() -> None:
+            if self.progress is not None:
+                self.progress.processed += len(tokens) / layers
             if is_cancelled is not None and is_cancelled():
                 raise Cancelled
 
@@ -203,4 +271,6 @@ class Session:
             self.reset()  # some layers have seen these tokens, others have not
             raise
         self.tokens += tokens
+        if self.progress is not None:
+            self.progress.processed = len(self.tokens)
         return logits

@@ -6,7 +6,8 @@ import functools
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,17 @@ from runtime.answers import Content, Event, Parser, PlainParser, overlap
 from runtime.errors import UserError
 
 REPLACEMENT = "\ufffd"
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return the letter that byte-level tokenizers write for each byte: printable ones as they are."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +51,7 @@ class TextCodec:
 
     can_think = False
     can_call = False  # tools
+    start_ids: tuple[int, ...] = ()  # of a text that is no chat
 
     def __init__(self, root: Path) -> None:
         raw = json.loads(_required(root / "tokenizer.json").read_text())
@@ -51,6 +64,7 @@ class TextCodec:
         self.markers: dict[str, int] = {name: token["id"] for name, token in added.items()}
         self._shown = frozenset(self.markers[name] for name in self.markers.keys() - hidden)
         self._names = {token_id: name for name, token_id in self.markers.items()}
+        self._lock = threading.Lock()
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.generation = _read_json(root / "generation_config.json")
         self.stop_ids = self._stop_ids(root)
@@ -75,17 +89,61 @@ class TextCodec:
         del options
         return PlainParser()
 
+    def call_opening(self, name: str) -> tuple[str, str, str]:
+        """Return how a call begins: before the tool's name, the name, after it; up to the name if that is empty."""
+        raise UserError(
+            f"this model's chat format has no tools: {name!r:.40} cannot be called", "send no tools"
+        )
+
+    def force_call(self, name: str, parser: Parser) -> list[int]:
+        """Begin an answer with a call for the model; return the tokens that the prompt gets at its end."""
+        before, name, after = self.call_opening(name)
+        parser.push(before + name + after)
+        # a name is a person's text: no marker in it is one
+        return self.encode(before) + (self.encode_plain(name) + self.encode(after) if name else [])
+
+    @staticmethod
+    def plain_parser() -> Parser:
+        """Return the parser of text that is no answer to a chat."""
+        return PlainParser()
+
     def encode(self, text: str) -> list[int]:
         """Encode text that holds the model's own markers, such as `<|endoftext|>`."""
-        self._tokenizer.encode_special_tokens = False
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._encode(text, is_plain=False)
 
     def encode_plain(self, text: str) -> list[int]:
         """Encode text in which nothing is a marker."""
-        self._tokenizer.encode_special_tokens = True
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encode(text, is_plain=True)
+
+    def _encode(self, text: str, is_plain: bool) -> list[int]:
+        with self._lock:  # the switch is the tokenizer's, and several threads may prepare prompts
+            self._tokenizer.encode_special_tokens = is_plain
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_prompt(self, text: str, adds_start: bool = True) -> list[int]:
+        """Encode a text completion's prompt: its markers are markers, the start token stands once."""
+        ids = self.encode(text)
+        start = list(self.start_ids) if adds_start else []
+        return ids if ids[: len(start)] == start else start + ids
+
+    def shared_tokens(
+        self,
+        prompt: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        options: ChatOptions = ChatOptions(),
+    ) -> int:
+        """Return how much of `prompt`, which asks `messages`, begins the next turn's prompt too, whatever is answered.
+
+        A header may open the reasoning, which the next turn's history leaves out.
+        """
+        turn = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}]
+        try:
+            following = self.encode_chat([*messages, *turn], options)
+        except UserError:  # a template that minds the order of turns
+            return len(prompt)
+        pairs = zip(prompt, following, strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), len(prompt))
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = ChatOptions()
@@ -97,13 +155,16 @@ class TextCodec:
         self._check(options)
         # each marker in a message becomes a word that nobody typed, and plain text again after rendering
         nonce = secrets.token_hex(8)
-        words = {marker: f"\ue000{nonce}.{i}\ue001" for i, marker in enumerate(self.markers)}
-        tools = tuple(_replace(tool, words) for tool in options.tools)
-        rendered = self.render(_replace(list(messages), words), replace(options, tools=tools))
+
+        def hide(text: str) -> str:
+            return self._any_marker.sub(lambda m: f"\ue000{nonce}.{self.markers[m[0]]}\ue001", text)
+
+        tools = tuple(_mapped(tool, hide) for tool in options.tools)
+        rendered = self.render(_mapped(list(messages), hide), replace(options, tools=tools))
+        word = re.compile(rf"\ue000{nonce}\.(\d+)\ue001")
         ids: list[int] = []
         for piece, marker in self._split_markers(rendered):
-            for marker_text, word in words.items():
-                piece = piece.replace(word, marker_text)
+            piece = word.sub(lambda m: self._names[int(m[1])], piece)
             ids += self.encode_plain(piece) if piece else []
             ids += [] if marker is None else [self.markers[marker]]
         return ids
@@ -128,9 +189,11 @@ class TextCodec:
         longest_first = sorted(self.markers, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def decode(self, ids: Sequence[int], shown: Collection[str] = ()) -> str:
-        """Return the text of tokens; of the control tokens only those `shown`, and those that the tokenizer shows."""
-        names = self._shown | {self.markers[name] for name in shown if name in self.markers}
+    def decode(self, ids: Sequence[int], shown: Collection[str] | None = None) -> str:
+        """Return the text of tokens; of the control tokens only those `shown`. None: as the tokenizer flags them."""
+        names: Collection[int] = self._shown
+        if shown is not None:
+            names = {self.markers[name] for name in shown if name in self.markers}
         out: list[str] = []
         run: list[int] = []
         for token in ids:
@@ -140,6 +203,18 @@ class TextCodec:
             else:
                 run.append(token)
         return "".join([*out, self._text(run)])
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return what one token stands for, a marker's name for a marker; it may be a part of a character."""
+        if token in self._names:
+            return self._names[token].encode()
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        try:
+            return bytes(_BYTES[character] for character in piece)
+        except KeyError:  # not a byte-level tokenizer
+            return self._text([token]).encode()
 
     def _text(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -233,24 +308,22 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _replace(value: Any, words: Mapping[str, str]) -> Any:
-    """Replace `words` in every string inside lists and dicts."""
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """Change every string inside lists and dicts; keys stay."""
     if isinstance(value, str):
-        for old, new in words.items():
-            value = value.replace(old, new)
-        return value
+        return change(value)
     if isinstance(value, Mapping):
-        return {key: _replace(item, words) for key, item in value.items()}
+        return {key: _mapped(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_replace(item, words) for item in value]
+        return [_mapped(item, change) for item in value]
     return value
 
 
 class StreamDecoder:
     """Tokens in, text out, as soon as no later token can change it."""
 
-    def __init__(self, codec: TextCodec, shown: Collection[str] = ()) -> None:
-        """shown: control tokens that are text here."""
+    def __init__(self, codec: TextCodec, shown: Collection[str] | None = None) -> None:
+        """shown: as for `decode`."""
         self._codec, self._shown = codec, shown
         self._ids: list[int] = []
         self._start = (

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from conf.schema import BenchConfig, RunConfig
 from runtime import hardware
+from runtime.energy import GpuEnergy
 from runtime.engine import Counters, Engine
 from runtime.errors import UserError
 from runtime.sampling import Sampler, SamplingParams
@@ -24,7 +25,7 @@ from runtime.text import TextCodec
 from stages.bench_report import Bench, Drafted, Repeat, document, draw, format_report
 from stages.core import Progress, Stage, StageContext
 from stages.files import write_atomically
-from stages.opening import open_engine
+from stages.opening import open_engine, setup_stages
 
 log = logging.getLogger("stages")
 
@@ -71,11 +72,14 @@ def measure(engine: Engine, config: BenchConfig) -> Bench:
     prompt = random_prompt(engine.codec, config.prompt_length, config.seed)
     num_steps = config.warmup_tokens + config.tokens
     repeats = []
+    energy = GpuEnergy.open()
     with Progress("bench: tokens", config.repeats * num_steps) as bar:
         for _ in range(config.repeats):
             if config.is_cold:
                 engine.forget_experts()
-            repeats.append(_repeat(engine, config, prompt, rates, bar))
+            repeats.append(_repeat(engine, config, prompt, rates, bar, energy))
+    joules = [repeat.joules for repeat in repeats if repeat.joules is not None]
+    num_tokens = sum(token.num_tokens for repeat in repeats for token in repeat.tokens)
     total = _summary(engine, None, [token for r in repeats for token in r.tokens], rates)
     drafting = engine.drafting
     return Bench(
@@ -87,6 +91,7 @@ def measure(engine: Engine, config: BenchConfig) -> Bench:
         hardware.peak_rss_nbytes(),
         hardware.peak_vram_nbytes(),
         None if drafting is None else Drafted(drafting.proposed, drafting.accepted),
+        sum(joules) / num_tokens if joules else None,
     )
 
 
@@ -102,7 +107,12 @@ def random_prompt(codec: TextCodec, length: int, seed: int) -> list[int]:
 
 
 def _repeat(
-    engine: Engine, config: BenchConfig, prompt: list[int], rates: Rates, bar: Progress
+    engine: Engine,
+    config: BenchConfig,
+    prompt: list[int],
+    rates: Rates,
+    bar: Progress,
+    energy: GpuEnergy | None,
 ) -> Repeat:
     """Read the prompt into an empty state, then decode; a stop token is a token like any other."""
     steps = _Steps(engine)
@@ -110,6 +120,7 @@ def _repeat(
     token_ids = [token]
     stats: list[TokenStats] = []
     counts = []
+    joules_at = [] if energy is None else [energy.joules()]
     for wanted in (config.warmup_tokens, config.tokens):
         while wanted:
             following, cost = steps.go_on(token_ids[-1], wanted)
@@ -118,10 +129,13 @@ def _repeat(
             wanted -= len(following)
             bar.advance(len(following))
         counts.append(len(stats))
+        if energy is not None:
+            joules_at.append(energy.joules())
     first = 0 if config.is_cold else counts[0]
     tokens = stats[first:]
     summary = _summary(engine, prefill, tokens, rates)
-    return Repeat(prefill, stats[:first], tokens, token_ids, summary)
+    joules = joules_at[-1] - joules_at[0 if config.is_cold else 1] if joules_at else None
+    return Repeat(prefill, stats[:first], tokens, token_ids, summary, joules)
 
 
 class _Steps:
@@ -183,4 +197,4 @@ def _summary(
     )
 
 
-STAGE = Stage(name="bench", run=run, needs=lambda cfg: tuple(cfg.model.setup), is_endpoint=True)
+STAGE = Stage(name="bench", run=run, needs=setup_stages, is_endpoint=True)

@@ -54,6 +54,7 @@ class Repeat:
     tokens: Sequence[TokenStats]
     token_ids: Sequence[int]  # all that were decoded, the one after the prompt first
     summary: RunSummary
+    joules: float | None = None  # of the GPU's whole board, for the counted tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class Bench:
     peak_rss_nbytes: int
     peak_vram_nbytes: int
     drafted: Drafted | None = None  # None: decoded without drafts
+    joules_per_token: float | None = None  # None: no GPU, or one that does not count
 
     @property
     def is_repeatable(self) -> bool:
@@ -162,6 +164,8 @@ def format_report(bench: Bench) -> str:
     peaks = f"peak memory {format_nbytes(bench.peak_rss_nbytes)}"
     if bench.peak_vram_nbytes:
         peaks += f", VRAM {format_nbytes(bench.peak_vram_nbytes)}"
+    if bench.joules_per_token is not None:
+        peaks += f"; {bench.joules_per_token:.2f} J a token, of the GPU's board alone"
     drafts = [] if bench.drafted is None else [format_drafts(bench.drafted, bench.total)]
     return "\n".join(
         (
@@ -193,6 +197,7 @@ def document(bench: Bench, cfg: RunConfig, folder: Path) -> dict[str, Any]:
         "plan": bench.plan,
         "decode_tok_s": {"median": median, "min": least, "max": most},
         "is_repeatable": bench.is_repeatable,
+        "joules_per_token": bench.joules_per_token,
         "drafted": None if bench.drafted is None else asdict(bench.drafted),
         "repeats": [_repeat(repeat) for repeat in bench.repeats],
         "total": bench.total.to_dict(),

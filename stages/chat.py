@@ -15,7 +15,7 @@ from runtime.stats import RunSummary, TokenStats, format_summary, summarize
 from runtime.text import ChatOptions
 from stages.core import Stage, StageContext
 from stages.files import write_atomically
-from stages.opening import open_engine
+from stages.opening import open_engine, setup_stages
 
 log = logging.getLogger("stages")
 
@@ -78,4 +78,4 @@ def answer(
     return summary, tokens
 
 
-STAGE = Stage(name="chat", run=run, needs=lambda cfg: tuple(cfg.model.setup), is_endpoint=True)
+STAGE = Stage(name="chat", run=run, needs=setup_stages, is_endpoint=True)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and their hashes."""
+"""Files that are whole or not there, their hashes, and where configured paths start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from pathlib import Path
 
 from blake3 import blake3
 
+ROOT = Path(__file__).resolve().parent.parent  # the folder of run.py
 SAMPLE_CHUNKS, SAMPLE_NBYTES = 16, 4096
+
+
+def absolute(path: str) -> Path:
+    """Return a configured path; relative ones are taken from the folder of run.py."""
+    expanded = Path(path).expanduser()
+    return expanded if expanded.is_absolute() else ROOT / expanded
 
 
 def write_atomically(path: Path, text: str) -> None:

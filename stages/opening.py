@@ -6,24 +6,37 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from conf.schema import RunConfig
+from conf.schema import Arithmetic, RunConfig
 from runtime.drives import IN_MEMORY, find_mount
 from runtime.engine import Engine, EngineFiles
 from runtime.errors import VerificationError
+from runtime.models.deepseek_backends import resolve_arithmetic
 from stages.core import Output, Runner
 from stages.download import snapshot_of
 
 log = logging.getLogger("stages")
 
+ROUTES_NAME = "routes.bin"  # in the folder of the run, with record=true
+
+
+def setup_stages(cfg: RunConfig) -> tuple[str, ...]:
+    """Return the stages that make what this run's engine opens: `patch` only where the release's own code computes."""
+    if "patch" not in cfg.model.setup or uses_published_code(cfg):
+        return tuple(cfg.model.setup)
+    return tuple(name for name in cfg.model.setup if name != "patch")
+
+
+def uses_published_code(cfg: RunConfig) -> bool:
+    """Say whether the release's own code computes."""
+    has_code = "patch" in cfg.model.setup
+    return has_code and resolve_arithmetic(cfg, has_code) is Arithmetic.reference
+
 
 def engine_files(inputs: Mapping[str, Output]) -> EngineFiles:
     """Return the folders that `Engine.open` needs."""
-    pack, residents = (inputs.get(name) for name in ("repack", "residents"))
-    return EngineFiles(
-        snapshot_of(inputs["download"]),
-        None if pack is None else pack.root,
-        None if residents is None else residents.root,
-    )
+    made = (inputs.get(name) for name in ("repack", "residents", "patch"))
+    roots = [None if output is None else output.root for output in made]
+    return EngineFiles(snapshot_of(inputs["download"]), *roots)
 
 
 def open_engine(cfg: RunConfig, inputs: Mapping[str, Output], runner: Runner) -> Engine:
@@ -36,7 +49,16 @@ def open_engine(cfg: RunConfig, inputs: Mapping[str, Output], runner: Runner) ->
         )
     files = engine_files(inputs)
     warn_of_slow_place(files.pack or files.snapshot)
-    return Engine.open(cfg, files)
+    engine = Engine.open(cfg, files)
+    if cfg.record and runner.run_dir is not None:
+        path = runner.run_dir / ROUTES_NAME
+        try:
+            engine.record_routes(path)
+        except BaseException:
+            engine.close()
+            raise
+        log.info("recording routes: %s", path)
+    return engine
 
 
 def warn_of_slow_place(experts: Path) -> None:

@@ -157,7 +157,14 @@ def plan_fit(cfg: RunConfig, sizes: ModelSizes, has_gpu: bool) -> Fit:
     available = hardware.available_ram_nbytes() if wanted is None else total
     limit = ram_limit(wanted, total, available, cfg.hw.reserve_gib)
     try:
-        ram = plan_memory(sizes, limit, cfg.cache.ram_gib, cfg.cache.sweep_experts, has_gpu)
+        ram = plan_memory(
+            sizes,
+            limit,
+            cfg.cache.ram_gib,
+            cfg.cache.sweep_experts,
+            has_gpu,
+            cfg.prefetch.experts,
+        )
     except UserError as error:
         faults.append(error)
     if has_gpu:
@@ -165,12 +172,14 @@ def plan_fit(cfg: RunConfig, sizes: ModelSizes, has_gpu: bool) -> Fit:
             free, card = torch.cuda.mem_get_info()
         else:
             free = card = int(cfg.hw.vram_gib * GIB)
+        in_place = importlib.import_module(f"runtime.models.{cfg.model.family}").READS_IN_PLACE
+        copied = 0 if in_place else sizes.top_k
         try:
             vram = plan_vram(
                 sizes,
                 vram_limit(cfg.hw.vram_gib, card, free, cfg.hw.vram_reserve_gib),
                 min(cfg.model.prefill_tokens, cfg.model.context_tokens),
-                passing_slots(cfg.prefetch.copy, sizes.record_nbytes),
+                passing_slots(cfg.prefetch.copy, sizes.record_nbytes, copied),
                 cfg.cache.vram_gib,
             )
         except UserError as error:

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import FrameType
 
+import torch
 import uvicorn
 
-from conf.schema import ServeConfig
+from conf.schema import RunConfig, ServeConfig
+from runtime import build, hardware
+from runtime.budget import ram_limit
+from runtime.engine import Engine, load_family
 from runtime.errors import UserError
 from runtime.server.app import create_app
-from runtime.server.worker import Worker
-from stages.core import Stage, StageContext
-from stages.opening import open_engine
+from runtime.server.worker import Served, Worker
+from runtime.snapshot import SnapshotStore, make_key
+from runtime.units import GIB
+from stages.core import Output, Stage, StageContext
+from stages.download import absolute, snapshot_of
+from stages.opening import open_engine, setup_stages
 
 log = logging.getLogger("stages")
 
+STATE_FORMAT = 1  # one more whenever the arithmetic changes what a state holds, or how
+KEY_VARIABLE = "NVMOE_API_KEY"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STOP_S = 5  # an open stream gets its error frame and this long to go
 
 
@@ -29,46 +43,141 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._worker = worker
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while serving; unlike uvicorn's own, do not raise them again: the server stops cleanly."""
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._worker.stop()
-        super().handle_exit(sig, frame)
+        super().handle_exit(sig, frame)  # the second Ctrl-C does not wait for anybody
 
 
 def run(ctx: StageContext) -> None:
     """Bind first, so that a taken port is known before the model is loaded; then load and serve."""
     serve, model = ctx.cfg.serve, ctx.cfg.model
+    key = read_key(serve)
     with bind(serve) as listener:
         host, port = listener.getsockname()[:2]
-        if serve.host not in ("127.0.0.1", "::1", "localhost"):
+        if serve.host not in ("127.0.0.1", "::1", "localhost") and key is None:
             log.warning(
-                "serve.host=%s: anybody who reaches this machine can use the model", serve.host
+                "serve.host=%s: anybody who reaches this machine can use the model; serve.api_key_file=FILE asks for "
+                "a key",
+                serve.host,
             )
         server: _Server | None = None
+        cfg = with_room_for_snapshots(ctx.cfg)
 
         def on_failure() -> None:
             if server is not None:
                 server.should_exit = True
 
-        worker = Worker(
-            lambda: open_engine(ctx.cfg, ctx.inputs, ctx.runner), serve.queue, on_failure
+        codec = load_family(model.family).open_codec(snapshot_of(ctx.inputs["download"]))
+        served = Served(
+            model.served_name,
+            model.revision,
+            codec,
+            model.context_tokens,
+            build.version(),
+            build.commit(),
         )
-        app = create_app(worker, serve, model.served_name, model.context_tokens)
+        worker = Worker(
+            served,
+            lambda: open_engine(cfg, ctx.inputs, ctx.runner),
+            lambda engine: open_store(cfg, ctx.inputs, engine),
+            serve.queue,
+            on_failure,
+        )
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, timeout_graceful_shutdown=STOP_S
+            create_app(worker, serve, key),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=STOP_S,
+            server_header=False,
         )
         server = _Server(config, worker)
         worker.start()
-        log.info("serving %s at http://%s:%d/v1 (Ctrl-C stops)", model.served_name, host, port)
-        try:
-            server.run(sockets=[listener])
-        except (KeyboardInterrupt, SystemExit):
-            # uvicorn raises the signal that ended it once more; the server has stopped cleanly
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        log.info(
+            "serving %s at http://%s:%d/v1, a chat page at http://%s:%d/ (Ctrl-C stops)",
+            model.served_name, host, port, host, port,
+        )  # fmt: skip
+        server.run(sockets=[listener])
         worker.stop()
         worker.join(STOP_S)
         if worker.failure is not None:
             raise worker.failure
     log.info("stopped")
+
+
+def read_key(serve: ServeConfig) -> str | None:
+    """Return the key that requests must send, from a file, the config or the environment. Raises UserError."""
+    if serve.api_key_file is None:
+        # a secret is no option: in a variable it is in no record of a run
+        return serve.api_key or os.environ.get(KEY_VARIABLE) or None
+    path = absolute(serve.api_key_file)
+    try:
+        lines = path.read_text().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"serve.api_key_file={path} cannot be read: {error}",
+            "write the key into its first line",
+        ) from error
+    if not lines[0].strip():
+        raise UserError(
+            f"serve.api_key_file={path} has no key in its first line", "write the key there"
+        )
+    return lines[0].strip()
+
+
+def with_room_for_snapshots(cfg: RunConfig) -> RunConfig:
+    """Return the config whose memory plan leaves out what copies of conversations may take, which is a number then."""
+    room = cfg.snapshots.ram_gib
+    if room is None:
+        total, available = hardware.total_ram_nbytes(), hardware.available_ram_nbytes()
+        limit = ram_limit(cfg.hw.ram_gib, total, available, cfg.hw.reserve_gib)
+        room = min(1.0, limit / GIB / 8)
+    hw = replace(cfg.hw, reserve_gib=cfg.hw.reserve_gib + room)
+    return replace(cfg, hw=hw, snapshots=replace(cfg.snapshots, ram_gib=room))
+
+
+def open_store(cfg: RunConfig, inputs: Mapping[str, Output], engine: Engine) -> SnapshotStore:
+    """Open the store of conversations under the name of everything that decides a state's bytes."""
+    state = engine.new_state().tensors()
+    facts = {
+        "format": STATE_FORMAT,
+        "version": build.version(),
+        "torch": torch.__version__,
+        "arithmetic": (torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()),
+        "model": cfg.model.name,
+        "revision": cfg.model.revision,
+        "files": {name: output.record for name, output in inputs.items()},
+        "deltanet": cfg.model.deltanet,
+        "pieces": engine.prefill_tokens,
+        "device": str(engine.device.type),
+        "dtype": cfg.hw.dtype,
+        "graphs": cfg.hw.graphs,
+        "drafts": cfg.drafts.enabled,
+        "deepseek": str(cfg.deepseek),
+        "state": {name: str(tensor.dtype) for name, tensor in state.items()},
+    }
+    folder = absolute(cfg.paths.snapshots) / cfg.model.name / make_key(facts)
+    ram_nbytes = int((cfg.snapshots.ram_gib or 0) * GIB)
+    disk_nbytes = int(cfg.snapshots.disk_gib * GIB)
+    try:
+        return SnapshotStore(ram_nbytes, folder if ram_nbytes else None, disk_nbytes)
+    except OSError as error:
+        log.warning(
+            "conversations will not outlast this server: %s cannot be used (%s); set paths.snapshots=FOLDER, or "
+            "snapshots.disk_gib=0 for none",
+            folder, error.strerror,
+        )  # fmt: skip
+        return SnapshotStore(ram_nbytes)
 
 
 def bind(serve: ServeConfig) -> socket.socket:
@@ -97,4 +206,4 @@ def bind(serve: ServeConfig) -> socket.socket:
     return listener
 
 
-STAGE = Stage(name="serve", run=run, needs=lambda cfg: tuple(cfg.model.setup), is_endpoint=True)
+STAGE = Stage(name="serve", run=run, needs=setup_stages, is_endpoint=True)

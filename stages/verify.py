@@ -13,23 +13,36 @@ from typing import Any
 from conf.schema import RunConfig
 from runtime.errors import VerificationError
 from stages.core import Output, Stage, StageContext
-from stages.opening import engine_files
+from stages.opening import engine_files, setup_stages, uses_published_code
+from stages.verify_published import PUBLISHED_PARTS
 from stages.verify_rows import PARTS, Case
 
-MADE = ("download", "repack", "residents")  # what an engine may need
+MADE = ("download", "patch", "repack", "residents")  # what an engine may need
 
 
 def params(cfg: RunConfig) -> dict[str, Any]:
     """Return what decides what is computed."""
-    return {**dataclasses.asdict(cfg.verify), "device": cfg.hw.device, "dtype": cfg.hw.dtype.value}
+    params = {
+        **dataclasses.asdict(cfg.verify),
+        "device": cfg.hw.device,
+        "dtype": cfg.hw.dtype.value,
+    }
+    if uses_published_code(cfg):
+        params |= {
+            "arithmetic": "reference",
+            "kernels": cfg.deepseek.kernels.value,
+            "fix_index_keys": cfg.deepseek.fix_index_keys,
+        }
+    return params
 
 
 def run(ctx: StageContext) -> None:
     """Compute every row; none is skipped because an earlier one is red."""
     case = Case.open(ctx.cfg, engine_files(ctx.inputs))
-    for part in ctx.todo(list(PARTS), "parts"):
-        ctx.done(part, rows=[dataclasses.asdict(row) for row in PARTS[part](case)])
-    rows = [row for part in PARTS for row in ctx.units[part]["rows"]]
+    parts = PUBLISHED_PARTS if uses_published_code(ctx.cfg) else PARTS
+    for part in ctx.todo(list(parts), "parts"):
+        ctx.done(part, rows=[dataclasses.asdict(row) for row in parts[part](case)])
+    rows = [row for part in parts for row in ctx.units[part]["rows"]]
     ctx.facts = {"rows": rows, "red": [row["name"] for row in rows if not row["is_ok"]]}
 
 
@@ -55,5 +68,5 @@ STAGE = Stage(
     run=run,
     params=params,
     show=show,
-    needs=lambda cfg: tuple(name for name in MADE if name in cfg.model.setup),
+    needs=lambda cfg: tuple(name for name in MADE if name in setup_stages(cfg)),
 )

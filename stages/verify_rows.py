@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 
 from conf.schema import CacheConfig, ComputeDtype, DirectIo, PrefetchConfig, RunConfig
+from runtime.budget import MemoryPlan
 from runtime.engine import Engine, EngineFiles, load_family
 from runtime.models.checks import FamilyChecks
 from runtime.session import Session
@@ -126,9 +127,19 @@ def answer_rows(case: Case) -> Iterator[Row]:
 
 def setting_rows(case: Case) -> Iterator[Row]:
     """The same questions under other cache, prefetch and drive settings: every token equal."""
-    cfg, spec = case.cfg, case.spec
     with case.engine() as engine:
-        plan, wanted = engine.plan, _fixed_answers(engine)
+        plan, wanted = engine.plan, fixed_answers(engine)
+    for name, other in other_settings(case, plan).items():
+        with case.engine(other) as engine:
+            yield same_answers(name, fixed_answers(engine), wanted)
+    if plan.cache_rows == case.spec.num_layers * case.spec.num_experts:  # they fit in memory
+        with case.engine(is_resident=True) as engine:
+            yield same_answers("all experts in memory", fixed_answers(engine), wanted)
+
+
+def other_settings(case: Case, plan: MemoryPlan) -> dict[str, RunConfig]:
+    """Return what a run is compared with: name -> config."""
+    cfg, spec = case.cfg, case.spec
     # one and a half tokens' experts
     some = 1.5 * spec.num_layers * spec.top_k * (plan.record_nbytes / GIB)
     settings = {
@@ -145,26 +156,24 @@ def setting_rows(case: Case) -> Iterator[Row]:
             DirectIo.buffered,
         ),
     }
+    configs = {}
     for name, (cache, prefetch, direct) in settings.items():
         drive = dataclasses.replace(cfg.hw.drive, direct=direct)
-        other = dataclasses.replace(
-            cfg, cache=cache, prefetch=prefetch, hw=dataclasses.replace(cfg.hw, drive=drive)
-        )
-        with case.engine(other) as engine:
-            yield _same_answers(name, _fixed_answers(engine), wanted)
-    if plan.cache_rows == spec.num_layers * spec.num_experts:  # they fit in memory
-        with case.engine(is_resident=True) as engine:
-            yield _same_answers("all experts in memory", _fixed_answers(engine), wanted)
+        hw = dataclasses.replace(cfg.hw, drive=drive)
+        configs[name] = dataclasses.replace(cfg, cache=cache, prefetch=prefetch, hw=hw)
+    return configs
 
 
-def _fixed_answers(engine: Engine) -> list[list[int]]:
+def fixed_answers(engine: Engine, questions: Sequence[str] = QUESTIONS) -> list[list[int]]:
+    """Return greedy answers to the fixed questions, as tokens."""
     prompts = [
-        engine.codec.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS
+        engine.codec.encode_chat([{"role": "user", "content": question}]) for question in questions
     ]
     return [greedy_answer(Session(engine), prompt, QUESTION_TOKENS) for prompt in prompts]
 
 
-def _same_answers(name: str, found: list[list[int]], wanted: list[list[int]]) -> Row:
+def same_answers(name: str, found: list[list[int]], wanted: list[list[int]]) -> Row:
+    """Say how many tokens are equal; all must be."""
     total = sum(map(len, wanted))
     same = sum(
         a == b for f, w in zip(found, wanted, strict=True) for a, b in zip(f, w, strict=False)

@@ -1,7 +1,8 @@
 """The RAM tier's book: which expert is in which row, and who goes. Integers only, one thread only.
 
-LRU over all layers (it beat LFU, segmented LRU and per-layer LRU on recorded routes). Two things are never
-evicted: a row that is pinned (the route in use) and a row in flight (a read is writing it).
+LRU over all layers (it beat LFU, segmented LRU and per-layer LRU on recorded routes; `policies` has them, for the
+simulator). Two things are never evicted: a row that is pinned (the route in use) and a row in flight (a read is
+writing it).
 """
 
 from __future__ import annotations
@@ -75,9 +76,7 @@ class ExpertCache(Generic[Key]):
         if key in self._row_of:
             raise ValueError(f"{key} is already in the cache")
         if not self._free:
-            victim = next(
-                (k for k in self._row_of if k not in self._pins and k not in self._in_flight), None
-            )
+            victim = self._victim()
             if victim is None:
                 return None
             self._free.append(self._row_of.pop(victim))
@@ -85,6 +84,14 @@ class ExpertCache(Generic[Key]):
         self._row_of[key] = row
         self._in_flight.add(key)
         return row
+
+    def _victim(self) -> Key | None:
+        """Return who goes, or None when everybody is protected."""
+        return next((key for key in self._row_of if not self.is_protected(key)), None)
+
+    def is_protected(self, key: Key) -> bool:
+        """Whether an expert that is here may not be evicted now."""
+        return key in self._pins or key in self._in_flight
 
     def landed(self, key: Key) -> None:
         """Note that an admitted expert's bytes are all there."""

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from runtime.experts.cache import ExpertCache
 from runtime.experts.copies import Copier
-from runtime.experts.streamer import ExpertSource, Wave, one_by_one
+from runtime.experts.routes import RouteListener
+from runtime.experts.streamer import ExpertSource, Wave, as_list, one_by_one
 
 BATCH_EXPERTS = 8  # of a prompt, copied and computed together, at most
 BATCH_NBYTES = 64 * 2**20  # two batches of them are in VRAM at once
@@ -70,6 +71,7 @@ class SlotExperts:
             raise ValueError(f"{len(copier.slots)} slots, at least {self._num_passing} are needed")
         self.kept_layers = min(num_layers, self.kept_slots // (ROUTES_KEPT * top_k))
         self._slots = list(copier.slots.unbind(0))
+        self.listener: RouteListener | None = None
         self._make_books()
 
     def _make_books(self) -> None:
@@ -96,6 +98,8 @@ class SlotExperts:
         What is launched after a list was yielded runs when its records are there.
         """
         # what stands before the first wave keeps the GPU waiting
+        if self.listener is not None:
+            self.listener.decoded(layer, ids, guesses := as_list(guesses))
         book, first = self._book(layer)
         if self._pinned:
             self._release()
@@ -216,6 +220,8 @@ class SlotExperts:
 
         A list is launched before the next is asked for; what is launched then runs when its copies are done.
         """
+        if self.listener is not None:
+            self.listener.swept(layer, ids)
         if self._early_mark is not None:
             self._copier.synchronize(self._early_mark)
         # the passing slots are the prompt's now
@@ -260,6 +266,8 @@ class SlotExperts:
 
     def sweep(self, layer: int, ids: Sequence[int], hold: int = 1) -> Iterator[tuple[int, Tensor]]:
         """Yield records in RAM, as they are for a CPU."""
+        if self.listener is not None:
+            self.listener.swept(layer, ids)
         return self.source.sweep(layer, ids, hold)
 
     @property
@@ -275,6 +283,8 @@ class SlotExperts:
 
     def forget(self) -> None:
         """Drop what is kept in VRAM and in the source. Nothing may be in flight on the GPU."""
+        if self.listener is not None:
+            self.listener.forgot()
         self._make_books()
         self.source.forget()
 

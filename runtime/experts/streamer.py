@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -18,8 +18,9 @@ from torch import Tensor
 from runtime.experts.arena import HostArena
 from runtime.experts.cache import ExpertCache
 from runtime.experts.checks import Checksums, next_arrival
-from runtime.experts.layout import ExpertKey, ExpertLayout
+from runtime.experts.layout import ExpertKey, ExpertLayout, Span
 from runtime.experts.reader import DirectReader
+from runtime.experts.routes import RouteListener
 from runtime.experts.schedule import ReadJob
 from runtime.stats import ExpertCounters
 
@@ -69,6 +70,11 @@ class ExpertSource(Protocol):
     def close(self) -> None: ...
 
 
+def as_list(guesses: Iterable[int]) -> list[int]:
+    """Return guesses that can be gone through twice, with their scores if they have some."""
+    return guesses if isinstance(guesses, list) else list(guesses)
+
+
 def one_by_one(waves: Iterator[Wave]) -> Iterator[tuple[int, Tensor]]:
     """Yield what is in the lists; what is read ahead is on its way before the first is computed."""
     first = next(waves)
@@ -77,6 +83,49 @@ def one_by_one(waves: Iterator[Wave]) -> Iterator[tuple[int, Tensor]]:
     yield from second
     for wave in waves:
         yield from wave
+
+
+class Reader(Protocol):
+    """What a streamer asks of the one who reads: `reader.DirectReader`, or the simulator's."""
+
+    def submit(
+        self,
+        key: Hashable,
+        spans: Sequence[Span],
+        buffer: memoryview,
+        is_required: bool = True,
+        on_done: Callable[[ReadJob], None] | None = None,
+    ) -> ReadJob: ...
+
+    def promote(self, job: ReadJob) -> None: ...
+
+    def cancel(self, job: ReadJob) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class Arena(Protocol):
+    """Rows of memory: `arena.HostArena`, or the simulator's, which has none."""
+
+    records: list[Tensor]
+    row_nbytes: int
+    nbytes: int
+
+    def view(self, row: int) -> memoryview: ...
+
+    def pin(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Arrivals(Protocol):
+    """Finished reads on their way to the decoding thread: a `SimpleQueue`, or the simulator's clock."""
+
+    def put(self, item: ReadJob) -> None: ...
+
+    def get(self) -> ReadJob: ...
+
+    def empty(self) -> bool: ...
 
 
 class _Ahead(NamedTuple):
@@ -93,26 +142,33 @@ class ExpertStreamer:
     def __init__(
         self,
         layout: ExpertLayout,
-        reader: DirectReader,
+        reader: Reader,
         cache_rows: int,
         sweep_rows: int,
         prefetch_experts: int,
         ahead_rows: int = 0,
         checksums: Checksums | None = None,
+        *,
+        make_cache: Callable[[int], ExpertCache[ExpertKey]] = ExpertCache,
+        make_arena: Callable[[int, int], Arena] = HostArena,
+        arrivals: Arrivals | None = None,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         """cache_rows: at least the model's top-k.  sweep_rows: staging rows, read ahead of a prompt's computing.
 
         ahead_rows: how many rows `ahead` may keep from eviction; the route must find room beside them.  checksums: to
         compare each expert with on its first read; None: not.
+        The rest is for the simulator, which brings another cache, no memory, and a clock of its own.
         """
         self._layout = layout
         self._reader = reader
-        self._arena = HostArena(cache_rows + sweep_rows, layout.record_nbytes)
+        self._arena = make_arena(cache_rows + sweep_rows, layout.record_nbytes)
         self._staging = range(cache_rows, cache_rows + sweep_rows)
         self._prefetch_experts = prefetch_experts
         self._ahead_rows = ahead_rows
         self._checksums = checksums
-        self.cache: ExpertCache[ExpertKey] = ExpertCache(cache_rows)
+        self._make_cache, self._clock_ns = make_cache, clock_ns
+        self.cache = make_cache(cache_rows)
         self._keys = [
             [ExpertKey(i, e) for e in range(layout.num_experts)] for i in range(layout.num_layers)
         ]
@@ -121,11 +177,12 @@ class ExpertStreamer:
             ExpertKey, ReadJob
         ] = {}  # admitted to the cache, not yet known to have landed
         self._guesses: set[ExpertKey] = set()  # admitted as guesses, not yet judged
-        self._arrivals: SimpleQueue[ReadJob] = SimpleQueue()
+        self._arrivals: Arrivals = SimpleQueue() if arrivals is None else arrivals
         self._pinned: list[ExpertKey] = []  # by the call in progress
         self._ahead: list[ExpertKey] = []  # by `ahead` since that call
         self._ahead_before: list[ExpertKey] = []  # by `ahead` before it
         self._staged: list[ReadJob] = []  # reads into staging rows by the sweep in progress
+        self.listener: RouteListener | None = None
 
     @property
     def arena_nbytes(self) -> int:
@@ -143,11 +200,13 @@ class ExpertStreamer:
         self._arena.pin()
 
     def forget(self) -> None:
+        if self.listener is not None:
+            self.listener.forgot()
         self._release_all()
         self._judge_guesses(())
         while self._jobs:
             self._wait_for_any()
-        self.cache = ExpertCache(self.cache.num_rows)
+        self.cache = self._make_cache(self.cache.num_rows)
 
     # ---- decode -----------------------------------------------------------------------------------------------
 
@@ -158,6 +217,8 @@ class ExpertStreamer:
 
     def waves(self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()) -> Iterator[Wave]:
         # what stands before the first wave keeps the GPU waiting
+        if self.listener is not None:
+            self.listener.decoded(layer, ids, guesses := as_list(guesses))
         all_keys = self._keys[layer]
         keys = [all_keys[expert] for expert in ids]
         self._settle()
@@ -298,6 +359,8 @@ class ExpertStreamer:
     def sweep(self, layer: int, ids: Sequence[int], hold: int = 1) -> Iterator[tuple[int, Tensor]]:
         if not 1 <= hold <= self.max_hold:
             raise ValueError(f"hold must be 1 to {self.max_hold}, got {hold}")
+        if self.listener is not None:
+            self.listener.swept(layer, ids)
         self._settle()
         self._judge_guesses(())
         pinned = self._open_pins()
@@ -361,9 +424,9 @@ class ExpertStreamer:
         return self._arena.records[row]
 
     def _get_arrival(self) -> ReadJob:
-        started = time.perf_counter_ns()
-        job = next_arrival(self._arrivals)
-        self.counters.wait_ns += time.perf_counter_ns() - started
+        started, arrivals = self._clock_ns(), self._arrivals
+        job = next_arrival(arrivals) if isinstance(arrivals, SimpleQueue) else arrivals.get()
+        self.counters.wait_ns += self._clock_ns() - started
         return job
 
     def _settle_one(self, job: ReadJob) -> None:

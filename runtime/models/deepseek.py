@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conf.schema import Replay, RunConfig
+from conf.schema import Arithmetic, Replay, RunConfig
 from kernels import reference_deepseek as ops
 from kernels.formats import MX_GROUP, fp8_blocks_dequantize, mxfp4_dequantize
 from runtime import hardware
@@ -35,6 +35,7 @@ from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
 from runtime.experts.streamer import ExpertSource
 from runtime.models.buffers import appended, check_context
+from runtime.models.deepseek_backends import resolve_arithmetic
 from runtime.models.deepseek_codec import open_codec as open_codec  # the family's
 from runtime.models.deepseek_engram import EngramHash, build_token_map, read_engram_tables
 from runtime.models.deepseek_rows import EngramReader
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from runtime.experts.slots import SlotExperts
     from runtime.models.deepseek_decode import Decoder
     from runtime.models.deepseek_drafts import DraftedModel
+    from runtime.models.deepseek_reference import ReferenceModel
 
 log = logging.getLogger(__name__)
 
@@ -283,11 +285,23 @@ class Attention:
         slots = slots.masked_fill(slots < 0, -1)
         source = spec.kv_source_of(self.layer)
         if source is None:
-            return entries, slots
+            return entries, _together(slots)
         cache = state.compressed[source]
         chosen = choice.slots + torch.where(choice.slots < 0, 0, len(entries))
         length = (start + tokens) // spec.compress_ratios[self.layer]
-        return torch.cat([entries, cache.entries[:length]]), torch.cat([slots, chosen], dim=1)
+        slots = _together(torch.cat([slots, chosen], dim=1))
+        return torch.cat([entries, cache.entries[:length]]), slots
+
+
+def _together(slots: Tensor) -> Tensor:
+    """Return lists [T, n] with their holes (-1) behind the rest, as many as make the length one of whole steps.
+
+    Which entries share a step of the softmax may not depend on what other tokens of the call see.
+    """
+    order = (slots < 0).int().sort(dim=1, stable=True).indices
+    longest = int((slots >= 0).sum(1).max())
+    slots = slots.gather(1, order)[:, :longest]
+    return F.pad(slots, (0, -longest % ops.SLOTS_BLOCK), value=-1)
 
 
 class Moe:
@@ -672,6 +686,10 @@ def model_sizes(
     A GPU has them as they are stored.
     """
     del dtype  # the arithmetic has its own
+    if resolve_arithmetic(config, files.published is not None) is Arithmetic.reference:
+        from runtime.models import deepseek_reference
+
+        return deepseek_reference.model_sizes(spec, layout, config)
     drafts = 0
     if config.drafts.enabled:
         from runtime.models.deepseek_drafts import drafts_nbytes
@@ -759,9 +777,13 @@ def open_model(
     config: RunConfig,
     device: torch.device,
     dtype: torch.dtype,
-) -> DeepseekModel | DraftedModel:
+) -> DeepseekModel | DraftedModel | ReferenceModel:
     """Load the residents from the released shards and open the Engram tables."""
     del dtype
+    if resolve_arithmetic(config, files.published is not None) is Arithmetic.reference:
+        from runtime.models import deepseek_reference
+
+        return deepseek_reference.open_model(spec, files, layout, experts, config, device)
     checkpoint = Checkpoint.open(files.snapshot)
     weights = {
         name: checkpoint.load(name).to("cpu" if name in IN_RAM else device)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from runtime import deepseek_text
 from runtime.answers import Parser
-from runtime.deepseek_text import AnswerParser, encode_messages, read_tools_block
+from runtime.deepseek_text import AnswerParser, ToolsBlock, encode_messages, read_tools_block
 from runtime.errors import UserError
 from runtime.text import ChatOptions, TemplateCodec, TextCodec
 
@@ -30,8 +31,14 @@ class DeepseekCodec(TextCodec):
     def __init__(self, root: Path) -> None:
         """The tool block comes from the snapshot's own encoder; without that file tools are refused."""
         super().__init__(root)
-        encoder = root / "encoding" / "encoding.py"
-        self._tools_block = read_tools_block(encoder.read_text()) if encoder.is_file() else None
+        if deepseek_text.BOS in self.markers:
+            self.start_ids = (self.markers[deepseek_text.BOS],)
+        self._encoder = root / "encoding" / "encoding.py"
+
+    @functools.cached_property
+    def _tools_block(self) -> ToolsBlock | None:
+        """Read when tools are first offered. Raises UserError for an encoder that is not the release's."""
+        return read_tools_block(self._encoder.read_text()) if self._encoder.is_file() else None
 
     def _stop_ids(self, root: Path) -> frozenset[int]:
         """The end of sentence alone: the snapshot has no generation config that says so."""
@@ -44,7 +51,11 @@ class DeepseekCodec(TextCodec):
         if isinstance(effort, str):
             effort = _EFFORTS.get(effort, effort)
         text = encode_messages(
-            messages, options.thinking, effort, options.tools, tools_block=self._tools_block
+            messages,
+            options.thinking,
+            effort,
+            options.tools,
+            tools_block=self._tools_block if options.tools else None,
         )
         missing = [m for m in deepseek_text.MARKERS if m in text and m not in self.markers]
         if missing:
@@ -53,6 +64,10 @@ class DeepseekCodec(TextCodec):
                 "use the tokenizer.json of the release, or leave system text, thinking and tools out",
             )
         return text
+
+    def call_opening(self, name: str) -> tuple[str, str, str]:
+        """Return the opening tags of a tool block and of its first call."""
+        return deepseek_text.CALL_OPENING, name, '">\n' if name else ""
 
     def parser(self, options: ChatOptions) -> Parser:
         """Return the parser of the mode that was asked for."""

@@ -25,7 +25,7 @@ class DeepseekState:
 
     def __init__(self, spec: DeepseekSpec, device: torch.device | None = None) -> None:
         """device: of everything but position and context; None is the CPU."""
-        self.spec = spec
+        self.spec, self.device = spec, torch.device("cpu") if device is None else device
         self.position = 0
         self.context: list[int] = []  # up to three tokens before, oldest first
         bf16 = torch.bfloat16
@@ -75,24 +75,28 @@ class DeepseekState:
         self.windows[layer][places] = kept
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return a copy of everything that decides the next tokens, as flat tensors."""
+        """Return a copy of everything that decides the next tokens, as flat tensors in RAM."""
         out = {"position": torch.tensor([self.position]), "context": torch.tensor(self.context)}
         out |= {f"window.{layer}": window for layer, window in self.windows.items()}
         out |= {f"tail.{layer}": tail for layer, tail in self.tails.items()}
         for layer, cache in self.compressed.items():
             out[f"entries.{layer}"] = cache.entries[: cache.length]
             out[f"keys.{layer}"] = cache.keys[: cache.length]
-        return {name: tensor.clone() for name, tensor in out.items()}
+        return {name: tensor.to("cpu", copy=True) for name, tensor in out.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Become the conversation that `tensors` was copied from."""
+
+        def own(name: str) -> Tensor:
+            return tensors[name].to(self.device, copy=True)
+
         self.position = int(tensors["position"])
         self._windows_start = dict.fromkeys(self.windows, 0)
         self.context = [int(token) for token in tensors["context"]]
         for layer in self.windows:
-            self.windows[layer] = tensors[f"window.{layer}"].clone()
+            self.windows[layer] = own(f"window.{layer}")
         for layer in self.tails:
-            self.tails[layer] = tensors[f"tail.{layer}"].clone()
+            self.tails[layer] = own(f"tail.{layer}")
         for layer in self.compressed:
-            entries, keys = tensors[f"entries.{layer}"].clone(), tensors[f"keys.{layer}"].clone()
+            entries, keys = own(f"entries.{layer}"), own(f"keys.{layer}")
             self.compressed[layer] = Compressed(entries, keys, len(entries))

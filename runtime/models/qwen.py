@@ -28,6 +28,7 @@ from runtime.checkpoint import bytes_to_tensor, read_extent, read_header, torch_
 from runtime.errors import UserError
 from runtime.experts.layout import Nvfp4Shape, PackedLayout
 from runtime.experts.reader import DirectReader
+from runtime.experts.routes import Guesses
 from runtime.experts.slots import SlotExperts
 from runtime.experts.streamer import ExpertSource
 from runtime.models.buffers import appended, check_context
@@ -393,8 +394,8 @@ class Moe:
         """x: [T, H].  Returns [T, H]."""
         ids, weights = self.route(x)
         if x.shape[0] == 1:
-            guesses = self.guess(x, num_guesses) if num_guesses else None
-            ahead = [] if guesses is None else guesses.tolist()
+            ranked = self._rank(x, num_guesses) if num_guesses else None
+            ahead = [] if ranked is None else Guesses(ranked[1].tolist(), ranked[0])
             routed = self._decode(x, ids[0], weights[0], experts, ahead)
         else:
             routed = self._prefill(x, ids, weights, experts)
@@ -412,10 +413,15 @@ class Moe:
 
     def guess(self, x: Tensor, count: int) -> Tensor | None:
         """x: [1, H].  Returns likely experts of the next layer [count] int64, best first; None behind the last."""
+        ranked = self._rank(x, count)
+        return None if ranked is None else ranked[1]
+
+    def _rank(self, x: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+        """Return the next router's best logits for this input, and the experts [count] that they are of."""
         if self.next_router is None or self.next_ratio is None:
             return None
-        guessed: Tensor = F.linear(x * self.next_ratio, self.next_router)[0].topk(count).indices
-        return guessed
+        top = F.linear(x * self.next_ratio, self.next_router)[0].topk(count)
+        return top.values, top.indices
 
     def _decode(
         self,
@@ -644,9 +650,8 @@ def _dense_nbytes(spec: QwenSpec, weights: Mapping[str, Tensor]) -> int:
 
 # ---- what Engine.open asks of a family -----------------------------------------------------------------------------
 
-READS_IN_PLACE = (
-    True  # a GPU reads experts in RAM where they are: 2.8 MB each, copies would cost host time
-)
+# a GPU reads experts in RAM where they are: 2.8 MB each, copies would cost the host's time
+READS_IN_PLACE = True
 
 
 def read_spec(snapshot: Path) -> QwenSpec:

@@ -6,7 +6,7 @@ from typing import Any
 
 from runtime.answers import Parser, PlainParser
 from runtime.errors import UserError
-from runtime.qwen_text import EFFORTS, QwenParser
+from runtime.qwen_text import CALL, EFFORTS, QwenParser
 from runtime.text import ChatOptions, TemplateCodec
 
 # words of other models for what this one has
@@ -27,6 +27,10 @@ class QwenCodec(TemplateCodec):
                     f"reasoning effort {effort!r:.40} is unknown", f"use {', '.join(EFFORTS)}"
                 )
         return found
+
+    def call_opening(self, name: str) -> tuple[str, str, str]:
+        """Return the opening tags of a call."""
+        return f"{CALL}\n<function=", name, ">\n" if name else ""
 
     def parser(self, options: ChatOptions) -> Parser:
         """Return what takes an answer apart: nothing to do for a template without thinking and tools."""

@@ -38,7 +38,7 @@ class QwenState:
                 return torch.zeros(1, dtype=dtype, device=device).expand(shape)
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.spec = spec
+        self.spec, self.device = spec, device
         self.version = 0  # counts the changes that a decoder has not made itself
         self.position = 0
         self.ngram_context = [spec.eos, spec.eos]  # the two tokens before, oldest first
@@ -61,7 +61,7 @@ class QwenState:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return a copy of everything that decides the next tokens, as flat tensors."""
+        """Return a copy of everything that decides the next tokens, as flat tensors in RAM."""
         length, blocks = self.position, self.position // self.spec.block_tokens
         out = {
             "position": torch.tensor([self.position]),
@@ -75,21 +75,23 @@ class QwenState:
             out[f"values.{layer}"] = state.values[:length]
             out[f"pooled.{layer}"] = state.pooled[:blocks]
             out[f"open_block.{layer}"] = state.open_block
-        return {name: tensor.clone() for name, tensor in out.items()}
+        # without a second copy on a GPU, whose memory is planned to the last slot
+        return {name: tensor.to("cpu", copy=True) for name, tensor in out.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Become the conversation that `tensors` was copied from."""
+
+        def own(name: str) -> Tensor:
+            return tensors[name].to(self.device, copy=True)
+
         self.version += 1
         self.position = int(tensors["position"])
         self.ngram_context = [int(token) for token in tensors["ngram_context"]]
-        self.ple_conv = tensors["ple_conv"].clone()
+        self.ple_conv = own("ple_conv")
         for layer in self.delta:
-            self.delta[layer] = tensors[f"delta.{layer}"].clone()
-            self.conv[layer] = tensors[f"conv.{layer}"].clone()
+            self.delta[layer] = own(f"delta.{layer}")
+            self.conv[layer] = own(f"conv.{layer}")
         for layer in self.attention:
             self.attention[layer] = AttentionState(
-                *(
-                    tensors[f"{part}.{layer}"].clone()
-                    for part in ("keys", "values", "pooled", "open_block")
-                )
+                *(own(f"{part}.{layer}") for part in ("keys", "values", "pooled", "open_block"))
             )

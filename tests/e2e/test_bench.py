@@ -15,6 +15,7 @@ from tiny_setup import make_runner
 from runtime import hardware
 from runtime.engine import Engine
 from runtime.errors import UserError
+from runtime.experts.routes import read_routes
 from stages import bench
 from stages.core import Progress
 
@@ -110,6 +111,18 @@ def test_the_same_tokens_with_and_without_a_cache(outputs, tmp_path):
     other = measured(outputs, tmp_path, "bench.seed=1", "bench.repeats=1")
     assert other["repeats"][0]["token_ids"] != cached["repeats"][0]["token_ids"]
     assert not (tmp_path / "bench.png").exists()
+
+
+def test_routes_are_recorded(outputs, tmp_path):
+    """Both repeats: prompts of 4 + 4 + 1 tokens, 7 decoded ones, and what was dropped before a cold repeat."""
+    found = measured(outputs, tmp_path, "record=true", "bench.is_cold=true")
+    trace = read_routes(tmp_path / "routes.bin")
+    kinds = [(group[0].kind.name, len(group)) for group in trace.forwards()]
+    repeat = [("forget", 1), ("sweep", 8), ("sweep", 8), *[("decode", 8)] * 8]
+    assert kinds == 2 * repeat
+    decoded = sum(len(s.experts) for s in trace.steps if s.kind.name == "decode")
+    counts = [found["total"]["counters"][k] for k in ("hits", "vram_hits", "late", "misses")]
+    assert decoded == sum(counts) + 2 * 48, "the prompts' last pieces have one token each"
 
 
 def test_more_tokens_than_the_window_has(cli, outputs, tmp_path):

@@ -82,8 +82,10 @@ def test_a_sweep_goes_on_after_a_failing_point(cli, outputs):
     assert len(re.findall(r"tok/s \(p50", done.stderr)) == 2
     assert re.search(r"guesses 0 issued", done.stderr)
     assert re.search(r"guesses [1-9]\d* issued", done.stderr)
-    first, second = [line for line in done.stdout.splitlines() if not line.startswith("[")]
-    assert first == second, "reading ahead changes no token"
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[")]
+    assert lines[0] == lines[1], "reading ahead changes no token"
+    assert lines[2].split()[0] == "prefetch.experts", "the table of the sweep"
+    assert lines[-1].startswith("failed: prefetch.experts=99: ")
 
 
 # ---- refused before anything is loaded -----------------------------------------------------------------------------

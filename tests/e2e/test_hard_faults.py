@@ -24,8 +24,9 @@ from runtime.experts import checks
 from runtime.experts.reader import DirectReader
 from runtime.sampling import SamplingParams
 from runtime.server.app import create_app
-from runtime.server.worker import Worker
+from runtime.server.worker import Served, Worker
 from runtime.session import Session
+from runtime.snapshot import SnapshotStore
 
 TOKENS = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
@@ -124,7 +125,7 @@ def empty(number: int):
 
 FAILING = [  # what, the fault, what the error must say, what its hint must say
     ("EIO once, in the prompt", error_at(3, errno.EIO), "Input/output error", "dmesg"),
-    ("EIO once, while decoding", error_at(1200, errno.EIO), "Input/output error", "dmesg"),
+    ("EIO once, while decoding", error_at(1000, errno.EIO), "Input/output error", "dmesg"),
     ("EIO from then on", error_at(900, errno.EIO, True), "Input/output error", "dmesg"),
     ("the drive is pulled out (ENODEV)", error_at(900, errno.ENODEV, True), "No such device", "the drive is gone"),
     ("the drive is gone (ENXIO)", error_at(2, errno.ENXIO, True), "No such device or address", "the drive is gone"),
@@ -255,10 +256,11 @@ def test_verify_without_checksums(make_config, tmp_path, files):
     assert "force=[download]" in caught.value.hint
 
 
-def test_the_server_stays_up(fault_row, drive, open_engine, right):
+def test_the_server_stays_up(fault_row, drive, open_engine, tiny_codec):
     """A request that meets a failing drive gets an error of its own; the next one is answered."""
-    worker = Worker(open_engine, 4, lambda: None)
-    app = create_app(worker, ServeConfig(), "tiny", 4096)
+    served = Served("tiny", "tiny-1", tiny_codec, 4096, "0.1", None)
+    worker = Worker(served, open_engine, lambda _: SnapshotStore(0), 4, lambda: None)
+    app = create_app(worker, ServeConfig())
     body = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "What is a whale?"}],
@@ -280,7 +282,8 @@ def test_the_server_stays_up(fault_row, drive, open_engine, right):
             for _ in range(2):
                 failed = client.post("/v1/chat/completions", json=other)
                 assert failed.status_code >= 500
-                assert "Input/output error" in failed.json()["error"]["message"]
+                assert "ReadError" in failed.json()["error"]["message"]
+                assert "experts.bin" not in failed.text  # paths stay in the log
                 assert "Traceback" not in failed.text
                 assert client.get("/health").status_code == 200
             drive.fault = None

@@ -526,8 +526,10 @@ def visible_later(patch, tokens):
     """Entries are visible some tokens too late (early, if negative)."""
     good, mask = deepseek.Indexer.choose, ops.candidate_mask
 
-    def choose(self, u, qr, start, *args):
-        good(self, u, qr, start - tokens, *args)
+    def choose(self, u, qr, start, choice, *args):
+        good(self, u, qr, start - tokens, choice, *args)
+        there = (start + len(u)) // self.ratio  # nobody sees what does not exist
+        choice.slots = choice.slots.masked_fill(choice.slots >= there, -1)
 
     def candidate_mask(scores, visible, *args):
         return mask(scores, visible.clamp(max=scores.shape[1]), *args)
@@ -611,8 +613,8 @@ def caches_in_fp32(patch):
     """Compressed entries and index keys are kept in fp32. (A window in fp32 would not take bf16 rows: an error.)"""
     good = deepseek_state.DeepseekState.__init__
 
-    def init(self, spec):
-        good(self, spec)
+    def init(self, *args):
+        good(self, *args)
         for cache in self.compressed.values():
             cache.entries, cache.keys = cache.entries.float(), cache.keys.float()
 

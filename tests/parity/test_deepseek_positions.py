@@ -2,8 +2,7 @@
 
 Two kinds of comparison. `exact`: every sum runs over as many terms for one token as for many, so that what is left is
 the positions, the state and the choice; these must agree to the last step of fp32. `plain`: the model as it runs. There
-the sums of one row and of many differ in their last bit, each quantiser turns that into a step of its own, and a
-trained model's logits move by 0.05 in the median (their standard deviation is 2.8).
+a product's sum of one row and of many differs now and then in its last bit, and a quantiser may turn that into a step.
 """
 
 from __future__ import annotations
@@ -35,8 +34,10 @@ LENGTHS = [1, 2, 3, 127, 128, 129, 255, 256, 257]
 NUM_TOKENS = 260
 LONGEST = 8192
 EXACT = 1e-4  # largest rms of a row of logits; measured 5e-7, the head's product
-PLAIN_MEDIAN = 0.15
-PLAIN_EQUAL = 0.95  # of the greedy tokens; measured 0.988
+PLAIN_MEDIAN = (
+    1e-5  # measured 1e-7; where lists of entries had holes in a prompt and none in decoding, 0.05
+)
+PLAIN_EQUAL = 0.99  # of the greedy tokens; measured 1
 
 
 @contextmanager
@@ -198,7 +199,7 @@ def test_a_mistake_would_be_seen(example, one_by_one, monkeypatch, mistake):
 
 @pytest.mark.parametrize(
     ("folder", "median", "equal"),
-    [(TINY, PLAIN_MEDIAN, PLAIN_EQUAL), (GOLDEN / "checkpoint", 1e-5, 1.0)],
+    [(TINY, PLAIN_MEDIAN, PLAIN_EQUAL), (GOLDEN / "checkpoint", PLAIN_MEDIAN, 1.0)],
     ids=["trained", "golden"],
 )
 def test_plain_sums_stay_near(text, noise, folder, median, equal):

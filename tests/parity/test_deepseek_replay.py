@@ -217,7 +217,8 @@ def test_drafts_and_gpus_are_refused(make_config):
         deepseek.check_support(spec, config, torch.device("cuda"))
 
 
-def test_the_reference_arithmetic_is_refused(make_config):
-    message = r"deepseek.arithmetic=reference is not built yet: .* deepseek.arithmetic=native$"
-    with pytest.raises(ConfigError, match=message):
-        make_config("tiny_deepseek", **{"deepseek.arithmetic": "reference"})
+def test_the_reference_arithmetic_has_neither(make_config):
+    for overrides in ({"deepseek.replay": "bounded"}, {"drafts.enabled": True}):
+        settings = {"model.setup": ["download", "patch"], "deepseek.arithmetic": "reference"}
+        with pytest.raises(ConfigError, match=r"of deepseek.arithmetic=native: leave out"):
+            make_config("tiny_deepseek", **settings, **overrides)

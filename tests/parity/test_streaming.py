@@ -113,7 +113,9 @@ def monkeypatch_each():
 def test_boundaries(open_tiny, heldout_tokens, wanted, ram_gib, cache_rows, prefetch):
     """The same through the configuration, as a run opens its engine."""
     engine = open_tiny(**{"cache.ram_gib": ram_gib, "prefetch.experts": prefetch})
-    assert engine.plan.cache_rows == cache_rows
+    assert engine.plan.cache_rows == max(cache_rows, TOP_K + prefetch), (
+        "guesses have rows of their own"
+    )
     script = SCRIPTS[0]
     assert torch.equal(run_script(engine.model, script, heldout_tokens), wanted[script])
     # what the first conversation left in the cache, rows and staging must not show in a second

@@ -76,6 +76,11 @@ def test_the_report(bench):
     assert lines[-1] == "peak memory 3.00 GiB"
 
 
+def test_joules_where_the_gpu_counts_them(bench):
+    line = format_report(replace(bench, joules_per_token=12.345)).splitlines()[-1]
+    assert line == "peak memory 3.00 GiB; 12.35 J a token, of the GPU's board alone"
+
+
 def test_one_repeat_has_no_later_ones(bench):
     assert "later" not in format_report(replace(bench, repeats=bench.repeats[:1]))
 

@@ -301,3 +301,14 @@ def test_with_a_gpu_ram_holds_the_embedding_and_experts():
     with pytest.raises(UserError, match="of RAM at least"):
         plan_memory(sizes, 7 * GIB, 0.25, 8)
     assert plan_memory(sizes, 7 * GIB, 0.25, 8, has_gpu=True).cache_rows == 256
+
+
+def test_a_drive_only_cache_has_rows_for_guesses_where_there_is_room():
+    """Without them the route pins every row, and nothing is ever read ahead."""
+    sizes = ModelSizes(1000, 0, 4096, num_layers=4, num_experts=8, top_k=3)
+    room = 10**6
+    assert plan_memory(sizes, room, 0.0, 2, guess_rows=2).cache_rows == 5
+    assert plan_memory(sizes, room, 0.0, 2).cache_rows == 3
+    assert plan_memory(sizes, room, 20 * 4096 / GIB, 2, guess_rows=2).cache_rows == 20
+    tight = 1000 + 4 * 4096
+    assert plan_memory(sizes, tight, 0.0, 2, guess_rows=2).cache_rows == 3

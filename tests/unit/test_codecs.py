@@ -13,10 +13,8 @@ from runtime.errors import UserError
 from runtime.models.deepseek_codec import DeepseekCodec
 from runtime.models.qwen_codec import QwenCodec
 from runtime.text import AnswerStream, ChatOptions
+from tests.unit.stub_server import ENCODER, make_released
 
-ENCODER = """
-TOOLS = "## Tools\\n\\n<{dsml_token}{tc_block_name}>\\n\\n{tool_schemas}\\n\\nend\\n"
-"""
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL = (
     '\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n<｜DSML｜ parameter name="x" string="false">1'
@@ -30,23 +28,7 @@ def user(text):
 
 @pytest.fixture(scope="module")
 def released(tiny_qwen, tmp_path_factory):
-    """A snapshot whose tokenizer has DeepSeek's markers, flagged as in the release: the first three are special."""
-    folder = tmp_path_factory.mktemp("released")
-    text = (tiny_qwen / "tokenizer.json").read_text()
-    for old, new in zip(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), MARKERS, strict=False):
-        text = text.replace(old, new)
-    raw = json.loads(text)
-    present = {token["content"] for token in raw["added_tokens"]}
-    more = [name for name in MARKERS if name not in present]
-    raw["added_tokens"] += [
-        {**raw["added_tokens"][0], "id": 4608 + i, "content": name, "special": False}
-        for i, name in enumerate(more)
-    ]
-    for token in raw["added_tokens"]:
-        token["special"] = token["id"] < 3
-    (folder / "tokenizer.json").write_text(json.dumps(raw))
-    (folder / "config.json").write_text("{}")
-    return folder
+    return make_released(tiny_qwen, tmp_path_factory.mktemp("released"))
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +97,8 @@ def test_an_answer_of_tokens_is_taken_apart(codec):
     reasoning = "".join(e.text for e in events if isinstance(e, Reasoning))
     assert reasoning == "why"
     assert events[-1] == ToolCall("f", {"x": 1})
-    assert "".join(e.text for e in events if isinstance(e, Content)).startswith("Look")
+    # a control token that is no part of an answer's form vanishes
+    assert "".join(e.text for e in events if isinstance(e, Content)) == "Look"
 
 
 def test_stop_strings_are_of_the_answer_alone(codec):

@@ -120,13 +120,16 @@ def test_no_two_keys_mean_the_same():
     reasons = {
         "name": "of a model, of a machine",
         "seed": "of sampling, of the choice of experts to check, of random weights, of a bench's prompt",
-        "ram_gib": "of the machine, of the cache, of the drafts' experts",
+        "ram_gib": "of the machine, of the cache, of the drafts' experts, of copies of conversations",
+        "disk_gib": "of a synthetic model, of copies of conversations",
         "vram_gib": "of the machine, of the cache",
         "host": "of the model's server, of the advisor's",
         "port": "of the model's server, of the advisor's",
         "plot": "of a bench, of an advice",
         "system": "the system message, the machine asked about",
         "context_tokens": "of the model, of a person's texts",
+        "top_k": "of sampling, of imagined layers",
+        "skew": "of a synthetic router, of generated routes",
         "experts": "guesses to read, experts to check, experts of a synthetic layer",
     }
     seen: dict[str, list[str]] = {}
@@ -418,10 +421,10 @@ def test_paths_with_odd_characters(key, path):
 
 
 def test_every_text_key_of_a_person_is_free_text():
-    """Keys that hold a sentence or a path of somebody's machine."""
+    """Keys that hold a sentence, a secret or a path of somebody's machine."""
     assert set(run.FREE_TEXT) == {
         "prompt", "system", *(f"advise.{name}" for name in ("question", "model", "system", "answer", "last_message")),
-        *(key for key in known_keys() if re.search(r"(^|\.)path$|^paths\.", key)),
+        *(key for key in known_keys() if re.search(r"(^|\.)(path|routes)$|^paths\.|api_key", key)),
     }  # fmt: skip
 
 

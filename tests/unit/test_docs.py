@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("group", ["model", "hw", "cache", "prefetch", "serve"])
+@pytest.mark.parametrize("group", ["model", "hw", "cache", "prefetch", "serve", "simulate"])
 def test_every_choice_of_a_group_is_in_the_readme_with_its_own_first_line(group: str):
     for path in (ROOT / "conf" / group).glob("*.yaml"):
         what = path.read_text().splitlines()[0].removeprefix("# ")
@@ -30,7 +30,7 @@ def test_every_override_in_the_documents_is_a_key():
     for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "EXPERIMENTS.md"):
         text = (ROOT / name).read_text()
         for key in re.findall(
-            r"(?<![\w.])((?:hw|cache|prefetch|deepseek|serve|model|paths|verify|spot_check)\.[a-z_.]+)=",
+            r"(?<![\w.])((?:hw|cache|prefetch|deepseek|serve|model|paths|verify|bench|simulate|spot_check)\.[a-z_.]+)=",
             text,
         ):
             assert key in keys, f"{name}: {key}"

@@ -1,0 +1,201 @@
+"""How fast a machine would decode that is only described: a recorded or generated route, replayed with a clock."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from conf.schema import RunConfig
+from runtime.errors import UserError
+from runtime.experts.layout import ExpertKey
+from runtime.experts.policies import count_hits, most_hits
+from runtime.experts.routes import Kind, RouteHeader, RouteTrace, read_routes
+from runtime.locality import Locality, generate
+from runtime.simulator import Machine, Setting, Simulation, cache_maker
+from runtime.stats import Rates, RunSummary, TokenStats, summarize
+from runtime.units import GIB, MIB, format_nbytes
+from stages.bench_report import changed_keys, format_table
+from stages.core import Stage, StageContext
+from stages.files import absolute, write_atomically
+
+log = logging.getLogger("stages")
+
+RESULT_NAME = "simulate.json"  # in the folder of the run
+
+
+def run(ctx: StageContext) -> None:
+    """Replay, print the table, and leave every number in the run's folder."""
+    cfg = ctx.cfg
+    trace = load_trace(cfg)
+    setting = plan(cfg, trace.header)
+    summary, hits = simulate(cfg, trace, setting)
+    print(format_simulation(cfg, trace, setting, summary, hits), flush=True)
+    if ctx.runner.run_dir is None:
+        return
+    path = ctx.runner.run_dir / RESULT_NAME
+    document = {
+        "summary": summary.to_dict(),
+        "decode_tok_s": {"median": summary.decode_tok_s},
+        "demand": None if hits is None else asdict(hits),
+        "model": asdict(trace.header),
+        "setting": asdict(setting),
+        "machine": asdict(machine_of(cfg)),
+        "policy": cfg.simulate.policy.value,
+        "changed": changed_keys(cfg),
+    }
+    write_atomically(path, json.dumps(document, indent=1) + "\n")
+    print(f"all numbers: {path}", file=sys.stderr)
+
+
+def load_trace(cfg: RunConfig) -> RouteTrace:
+    """Return the recorded or the generated route. Raises UserError when it has no token to count."""
+    simulate = cfg.simulate
+    if simulate.routes is None:
+        header = RouteHeader(
+            "generated",
+            simulate.num_layers,
+            simulate.num_experts,
+            simulate.top_k,
+            simulate.record_nbytes,
+        )
+        locality = Locality(simulate.skew, simulate.persistence, simulate.recall, simulate.best_two)
+        return generate(
+            header, locality, cfg.bench.warmup_tokens + cfg.bench.tokens, cfg.bench.seed
+        )
+    trace = read_routes(absolute(simulate.routes))
+    if trace.num_tokens <= cfg.bench.warmup_tokens:
+        raise UserError(
+            f"{simulate.routes} has {trace.num_tokens} decoded tokens, bench.warmup_tokens="
+            f"{cfg.bench.warmup_tokens} leaves none to count",
+            f"set bench.warmup_tokens={max(0, trace.num_tokens // 4)}, or record more tokens",
+        )
+    return trace
+
+
+def machine_of(cfg: RunConfig) -> Machine:
+    """Return the machine that the config describes. Raises UserError when it has no drive."""
+    simulate, drive = cfg.simulate, cfg.hw.drive
+    if not drive.simulate_gib_s:
+        raise UserError(
+            "the drive of the imagined machine has no rate",
+            "set hw.drive.simulate_gib_s=8.2 (GiB/s), and hw.drive.simulate_latency_us if it matters",
+        )
+    return Machine(
+        drive_gib_s=drive.simulate_gib_s,
+        latency_us=drive.simulate_latency_us,
+        depth=simulate.drive_depth,
+        is_shared=simulate.is_shared,
+        link_gib_s=simulate.link_gib_s,
+        vram_gib_s=simulate.vram_gib_s,
+        expert_ms=simulate.expert_us / 1e3,
+        layer_ms=simulate.layer_us / 1e3,
+        host_ms=simulate.host_us / 1e3,
+        token_ms=simulate.token_us / 1e3,
+    )
+
+
+def plan(cfg: RunConfig, header: RouteHeader) -> Setting:
+    """Return how many experts the imagined machine keeps, and how it reads.
+
+    cache.ram_gib as it is; null: every expert, or what hw.ram_gib less hw.reserve_gib holds. VRAM slots only where
+    cache.vram_gib is given.
+    """
+    experts = header.num_layers * header.num_experts
+    ram_gib = cfg.cache.ram_gib
+    if ram_gib is None and cfg.hw.ram_gib is not None:
+        ram_gib = max(0.0, cfg.hw.ram_gib - cfg.hw.reserve_gib)
+    rows = experts if ram_gib is None else int(ram_gib * GIB) // header.record_nbytes
+    vram_gib = cfg.cache.vram_gib or 0.0
+    return Setting(
+        cache_rows=min(experts, max(rows, header.top_k + cfg.prefetch.experts)),
+        prefetch_experts=cfg.prefetch.experts,
+        early_copies=cfg.prefetch.copy,
+        kept_slots=min(experts, int(vram_gib * GIB) // header.record_nbytes),
+        sweep_rows=cfg.cache.sweep_experts,
+        window=cfg.hw.drive.window,
+        pieces=cfg.hw.drive.pieces,
+        piece_kib=cfg.hw.drive.piece_kib,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DemandHits:
+    """Shares of all decoded tokens' experts that a cache of this size finds, from an empty start, without guesses."""
+
+    policy: float
+    bound: float  # of the best that could be done
+
+
+def simulate(
+    cfg: RunConfig, trace: RouteTrace, setting: Setting
+) -> tuple[RunSummary, DemandHits | None]:
+    """Replay a trace; returns the figures of the counted tokens, and how far the policy is from the optimum.
+
+    The latter is None where VRAM keeps experts too: then the RAM tier does not see every request.
+    """
+    machine = machine_of(cfg)
+    maker = cache_maker(cfg.simulate.policy.value, trace)
+    tokens = Simulation(trace.header, machine, setting, maker).replay(trace)
+    first = cfg.bench.warmup_tokens
+    counted: list[TokenStats] = tokens[first : first + cfg.bench.tokens]
+    dense_nbytes = 0  # computing is given as times
+    rates = Rates(machine.drive_gib_s, 0.0, machine.link_gib_s)
+    summary = summarize(None, counted, 0, dense_nbytes, rates)
+    if setting.kept_slots:
+        return summary, None
+    requests = [
+        [ExpertKey(step.layer, expert) for expert in step.experts]
+        for step in trace.steps
+        if step.kind is Kind.decode
+    ]
+    uses = max(1, sum(map(len, requests)))
+    rows = setting.cache_rows
+    return summary, DemandHits(
+        count_hits(maker(rows), requests) / uses, most_hits(requests, rows) / uses
+    )
+
+
+def format_simulation(
+    cfg: RunConfig,
+    trace: RouteTrace,
+    setting: Setting,
+    summary: RunSummary,
+    hits: DemandHits | None,
+) -> str:
+    """Return all that is printed."""
+    s, header = summary, trace.header
+    tokens = max(1, s.generated_tokens)
+    cells: dict[str, Any] = {
+        "policy": cfg.simulate.policy.value,
+        "tok/s": f"{s.decode_tok_s:.2f}",
+        "p50 ms": f"{s.inter_token_p50_ms:.2f}",
+        "p95 ms": f"{s.inter_token_p95_ms:.2f}",
+        "drive ms": f"{s.drive_wait_ms_per_token:.2f}",
+        "device ms": f"{s.device_wait_ms_per_token:.2f}",
+        "host ms": f"{max(0.0, s.host_ms_per_token):.2f}",
+        "MiB read": f"{s.read_nbytes_per_token / MIB:.2f}",
+        "wasted": f"{s.counters.wasted_nbytes / tokens / MIB:.2f}",
+        "hits": f"{s.hit_rate:.1%}",
+        "late": f"{s.counters.late / max(1, s.counters.lookups):.1%}",
+        "floor ms": f"{s.floor_ms:.2f}",
+        "efficiency": f"{s.efficiency:.1%}",
+    }
+    source = cfg.simulate.routes or "generated routes"
+    lines = [
+        format_table(list(cells), [list(cells.values())]),
+        f"{source}: {s.generated_tokens} tokens counted of {trace.num_tokens}; {header.num_layers} layers of "
+        f"{header.num_experts} experts of {format_nbytes(header.record_nbytes)}, {header.top_k} a token; "
+        f"{setting.cache_rows} in RAM, {setting.kept_slots} in VRAM",
+    ]
+    if hits is not None:
+        lines.append(
+            f"from an empty start and without guesses {cfg.simulate.policy.value} finds {hits.policy:.1%} of all "
+            f"experts, no policy more than {hits.bound:.1%}"
+        )
+    return "\n".join(lines)
+
+
+STAGE = Stage(name="simulate", run=run, is_endpoint=True)
