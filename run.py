@@ -35,6 +35,11 @@ FREE_TEXT = (
     "memory.session",
     "memory.tag",
     "memory.scope",
+    "advise.question",
+    "advise.model",
+    "advise.system",
+    "advise.answer",
+    "advise.last_message",
 )  # values that need no quoting
 
 TAKES_VALUE = (  # Hydra's options whose next word is no override
@@ -163,7 +168,7 @@ def _check_key(shown: str, key: str, value: str) -> None:
     keys = known_keys()
     groups = {
         path.name for path in CONF.iterdir() if path.is_dir() and any(path.glob("*.yaml"))
-    } - {"local"}
+    } - {"local", "advisor"}  # your own defaults; the advisor's documents
     if key in groups:
         choices = [path.stem for path in (CONF / key).glob("*.yaml")]
         for choice in filter(None, value.split(",")):

@@ -20,6 +20,7 @@ STAGES = (
     "serve", "plan", "doctor",
     "memory_ingest", "memory_ask", "memory_chat", "memory_list", "memory_stats", "memory_quote", "memory_verify",
     "memory_migrate", "memory_prune",
+    "advise", "advise_check", "advise_serve",
 )  # fmt: skip
 
 
@@ -478,6 +479,49 @@ class SimulateConfig:
 
 
 @dataclass
+class SituationConfig:
+    """What the advisor is told of a person's situation; null: not known, or assumed as conf/advisor says."""
+
+    min_tok_s: float | None = None  # tokens a second that are fast enough
+    context_tokens: float | None = None
+    users: float | None = None  # at the same time
+    country: str | None = None  # two letters, such as DE: prices of other countries do not count
+    currency: str | None = None  # EUR, USD, GBP, CHF, JPY, PLN or CNY
+    budget: float | None = None  # in that currency
+    cloud_allowed: bool | None = None
+    hours_day: float | None = None
+    price_kwh: float | None = None
+    horizon_months: float | None = None
+    tokens_in_month: float | None = None
+    tokens_out_month: float | None = None
+    line_mbit: float | None = None
+    accepts_smaller: bool | None = None
+    language: str | None = None
+    privacy: str | None = None
+    noise: str | None = None
+    use: str | None = None  # private or business
+
+
+@dataclass
+class AdviseConfig:
+    """The hardware advisor."""
+
+    question: str | None = None  # in plain words; numbers with units and names in it are heard
+    model: str | None = None  # a model of conf/advisor/models.yaml; null: the one of model=
+    variant: str | None = None  # of it; null: the first
+    system: str | None = None  # a machine of conf/advisor/systems.yaml; null: the one of hw=
+    as_of: str | None = None  # day that ages of prices are counted to; null: the knowledge base's
+    situation: SituationConfig = field(default_factory=SituationConfig)
+    plot: bool = True
+    answer: str | None = None  # for stages=[advise_check]: file with the draft
+    last_message: str | None = None  # for stages=[advise_check]: what the person wrote last
+    searched_web: bool = False  # for stages=[advise_check]: the web was searched for the draft
+    transport: str = "http"  # for stages=[advise_serve]: http or stdio
+    host: str = "127.0.0.1"
+    port: int = 8010
+
+
+@dataclass
 class DoctorConfig:
     """How long `doctor` measures the drive."""
 
@@ -507,6 +551,7 @@ class RunConfig:
     patch: PatchConfig = field(default_factory=PatchConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    advise: AdviseConfig = field(default_factory=AdviseConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
     stages: list[str] = field(
@@ -622,6 +667,17 @@ _RANGES: dict[str, tuple[float, float]] = {
     "snapshots.every_tokens": (0, 2**24),
     "verify.documents": (1, 1e6),
     "verify.control_documents": (1, 1e6),
+    "advise.port": (0, 65535),
+    "advise.situation.min_tok_s": (0, 1e6),
+    "advise.situation.context_tokens": (1, 2**24),
+    "advise.situation.users": (1, 1e6),
+    "advise.situation.budget": (0, 1e9),
+    "advise.situation.hours_day": (0, 24),
+    "advise.situation.price_kwh": (0, 1e3),
+    "advise.situation.horizon_months": (1, 1200),
+    "advise.situation.tokens_in_month": (0, 1e15),
+    "advise.situation.tokens_out_month": (0, 1e15),
+    "advise.situation.line_mbit": (0, 1e7),
     "max_tokens": (1, 2**24),
 }
 
@@ -706,6 +762,9 @@ def _range_faults(run: RunConfig) -> Iterable[str]:
         yield f"hw.drive.window x hw.drive.pieces makes {threads} reader threads, at most 256"
     if run.model.source is Source.hub and not run.model.repo:
         yield "model.source=hub needs model.repo, as ORG/NAME on the hub"
+    if run.advise.transport not in ("http", "stdio"):
+        known = nearest(run.advise.transport, ("http", "stdio"))
+        yield f"advise.transport {run.advise.transport!r} is unknown: {known}"
     if run.hw.device not in ("auto", "cpu", "cuda"):
         yield f"hw.device {run.hw.device!r} is unknown: {nearest(run.hw.device, ('auto', 'cpu', 'cuda'))}"
     if run.spot_check.experts != "all" and not run.spot_check.experts.isdecimal():
@@ -771,5 +830,7 @@ def _stage_faults(run: RunConfig) -> Iterable[str]:
             yield f"stages=[{name}] is not for model={run.model.name}: {why}; try stages=[chat] or stages=[bench]"
     if not run.stages:
         yield "stages is empty: name at least one, for instance stages=[chat]"
+    if "advise_check" in run.stages and run.advise.answer is None:
+        yield "stages=[advise_check] needs a draft: add advise.answer=FILE"
     if "chat" in run.stages and run.prompt is None:
         yield 'stages=[chat] needs a prompt: add prompt="..."'

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from runtime import laws
 from runtime.budget import ModelSizes
-from runtime.laws import Law
+from runtime.laws import Law, law
 from runtime.stats import Rates
 from runtime.units import GIB, format_duration, format_nbytes
 
@@ -44,7 +44,7 @@ class Line:
             f"{name} = {value:.6g}{'' if (u := self.law.inputs[name]) == '1' else ' ' + u}"
             for name, value in self.inputs.items()
         )
-        return f"{self.law.id}: {self.law.formula}; {inputs}"
+        return f"{self.law.id}: {self.law.text}; {inputs}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,10 @@ class Machine:
     cache_nbytes: int  # of experts in RAM
 
 
-def line(what: str, law: Law, **inputs: float) -> Line:
-    """Evaluate a law."""
-    return Line(what, law(**inputs), law, inputs)
+def line(what: str, name: str, **inputs: float) -> Line:
+    """Evaluate a law, given by its id."""
+    found = law(name)
+    return Line(what, found(**inputs), found, inputs)
 
 
 def token_lines(sizes: ModelSizes, machine: Machine) -> list[Line]:
@@ -66,45 +67,42 @@ def token_lines(sizes: ModelSizes, machine: Machine) -> list[Line]:
     rates = machine.rates
     disk, memory, pcie = (n * GIB for n in (rates.drive_gib_s, rates.memory_gib_s, rates.pcie_gib_s))  # fmt: skip
     routed_set = line(
-        "all routed experts", laws.ROUTED_SET,
-        layers=sizes.num_layers, experts=sizes.num_experts, expert_bytes=sizes.record_nbytes,
+        "all routed experts", "L03",
+        moe_layers=sizes.num_layers, experts=sizes.num_experts, expert_bytes=sizes.record_nbytes,
     )  # fmt: skip
     routed = line(
-        "routed experts of a token", laws.ROUTED_PER_TOKEN,
-        layers=sizes.num_layers, top_k=sizes.top_k, expert_bytes=sizes.record_nbytes, one_token=1,
+        "routed experts of a token", "L04",
+        moe_layers=sizes.num_layers, top_k=sizes.top_k, expert_bytes=sizes.record_nbytes,
     )  # fmt: skip
     hits = line(
-        "found in RAM", laws.HIT_RATE,
-        cache=usable_cache(sizes, machine.cache_nbytes), routed_set=routed_set.value, a=laws.HIT_EXPONENT,
+        "found in RAM", "L13",
+        cache_bytes=usable_cache(sizes, machine.cache_nbytes), routed_set_bytes=routed_set.value, a=laws.HIT_EXPONENT,
     )  # fmt: skip
     found = [routed_set, routed, hits]
     if hits.value < 1:
         found.append(
-            line(
-                "ceiling of the drive",
-                laws.CEIL_DISK,
-                disk_bw=disk,
-                h=hits.value,
-                routed=routed.value,
-            )
-        )
+            line("ceiling of the drive", "L12", disk_bw=disk, h=hits.value, routed_bytes_per_token=routed.value)
+        )  # fmt: skip
+    # on a CPU experts and residents come over the bus of RAM, and the arithmetic comes on top: a lower bound
+    link = pcie if machine.has_gpu else memory
+    host_read = sizes.host_read_nbytes if machine.has_gpu else 0
     if machine.has_gpu:
         found += [
-            line("ceiling of the link", laws.CEIL_PCIE, pcie_bw=pcie, h_vram=0, routed=routed.value,
-                 host_read=sizes.host_read_nbytes),
-            line("ceiling of the GPU's memory", laws.CEIL_MEMORY, mem_bw=memory, dense=sizes.residents_nbytes,
-                 routed=routed.value),
-            line("beside the drive", laws.TIME_BESIDE_DRIVE, routed=routed.value, host_read=sizes.host_read_nbytes,
-                 pcie_bw=pcie, dense=sizes.residents_nbytes, mem_bw=memory, layers=sizes.num_layers,
-                 t_layer=laws.LAYER_S),
+            line("ceiling of the link", "L11", pcie_bw=pcie, routed_bytes_per_token=routed.value,
+                 host_read_bytes=host_read),
+            line("ceiling of the GPU's memory", "L09", vram_bw=memory, active_resident_bytes=sizes.residents_nbytes,
+                 routed_bytes_per_token=routed.value),
         ]  # fmt: skip
-    else:
-        found.append(line("reading RAM, arithmetic not counted", laws.TIME_ON_CPU, routed=routed.value,
-                          dense=sizes.residents_nbytes, mem_bw=memory))  # fmt: skip
-    drive = line("on the drive", laws.TIME_ON_DRIVE, h=hits.value, routed=routed.value, disk_bw=disk)  # fmt: skip
-    overlap = laws.OVERLAP
-    token = line("a token", laws.TOKEN_TIME, t_disk=drive.value, r=found[-1].value, s=overlap)
-    return [*found, drive, token]
+    residents = line(
+        "residents of a token", "L14F",
+        host_read_bytes=host_read, pcie_bw=link, active_resident_bytes=sizes.residents_nbytes, mem_bw=memory,
+    )  # fmt: skip
+    token = line(
+        "a token" if machine.has_gpu else "a token, arithmetic not counted", "L14",
+        B=routed.value, h=hits.value, disk_bw=disk, pcie_bw=link, layers=sizes.num_layers,
+        t_layer=laws.LAYER_S if machine.has_gpu else 0, t_fixed=residents.value, s=laws.OVERLAP,
+    )  # fmt: skip
+    return [*found, residents, token]
 
 
 def usable_cache(sizes: ModelSizes, cache_nbytes: int) -> int:
@@ -120,14 +118,14 @@ def tok_s(sizes: ModelSizes, machine: Machine) -> float:
 
 def prompt_line(sizes: ModelSizes, machine: Machine) -> Line:
     """Return the time to the first token of a prompt of `PROMPT_TOKENS`."""
-    routed_set = laws.ROUTED_SET(
-        layers=sizes.num_layers, experts=sizes.num_experts, expert_bytes=sizes.record_nbytes
+    routed_set = law("L03")(
+        moe_layers=sizes.num_layers, experts=sizes.num_experts, expert_bytes=sizes.record_nbytes
     )
     share = min(1.0, machine.cache_nbytes / routed_set)  # a sweep finds what happens to be there
     return line(
-        f"first token after {PROMPT_TOKENS}", laws.PROMPT_TIME, routed_set=routed_set, top_k=sizes.top_k,
-        experts=sizes.num_experts, n=PROMPT_TOKENS, beta=laws.REPEAT_EXPONENT, h=share,
-        disk_bw=machine.rates.drive_gib_s * GIB, one_token=1, rate=laws.PROMPT_TOK_S,
+        f"first token after {PROMPT_TOKENS}", "L15", routed_set_bytes=routed_set, top_k=sizes.top_k,
+        experts=sizes.num_experts, n=PROMPT_TOKENS, beta=laws.REPEAT_EXPONENT, h0=share,
+        disk_bw=machine.rates.drive_gib_s * GIB, r=laws.PROMPT_TOK_S,
     )  # fmt: skip
 
 

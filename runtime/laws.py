@@ -1,259 +1,362 @@
-"""The laws of speed and size: formulas as text, evaluated in this one place with units that must fit. Pure arithmetic.
+"""The laws of size, speed and money: formulas from conf/advisor/laws.yaml, evaluated in this one place.
 
-`plan` and `doctor` predict with them; nothing else may hold a second copy of a formula. A formula is one expression of
-numbers, names, `+ - * / **`, comparisons and a few functions, parsed and checked, never executed as Python.
+`plan`, `doctor` and the advisor predict with them; nothing else may hold a second copy of a formula. A law is refused
+when it is loaded if its units do not fit, if a worked example does not come out, or if a stated property fails.
 """
 
 from __future__ import annotations
 
-import ast
+import functools
 import math
-import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-MAX_NODES = 200
-MAX_EXPONENT = 16
+from runtime import formulas
+from runtime.formulas import Evaluate, FormulaError
+from runtime.quantities import MONEY, Unit, UnitError, convert, parse_quantity, parse_unit
+from runtime.yaml_files import read_yaml
 
-Dimensions = tuple[tuple[str, int], ...]  # sorted (unit, power), powers never 0
+LAWS_PATH = Path(__file__).resolve().parents[1] / "conf" / "advisor" / "laws.yaml"
+EXAMPLE_TOLERANCE = 0.005
+CASES_AT_LOAD = 12  # the tests take hundreds
+_SLACK = 1e-9  # relative, of comparisons between floats
 
 
 class LawError(ValueError):
     """A formula, a unit or an input that cannot be used."""
 
 
-class Quantity(NamedTuple):
-    """A number with its unit, as sorted powers of base units."""
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A fixed number with a unit, written in capitals in formulas."""
 
+    name: str
     value: float
-    unit: Dimensions
+    unit: str
 
 
-def parse_unit(text: str) -> Dimensions:
-    """Return the powers of a unit such as `B`, `B/s`, `tok/s`; `1` has none."""
-    powers: dict[str, int] = {}
-    top, _, bottom = text.partition("/")
-    for part, sign in ((top, 1), (bottom, -1)):
-        for name in filter(None, part.split("*")):
-            if name != "1":
-                powers[name] = powers.get(name, 0) + sign
-    return tuple(sorted((name, power) for name, power in powers.items() if power))
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One input: its unit, where the advisor takes it from, and the range that properties are tried over."""
 
-
-def format_unit(unit: Dimensions) -> str:
-    """Return a unit as text."""
-    top = "*".join(name for name, power in unit for _ in range(power))
-    bottom = "*".join(name for name, power in unit for _ in range(-power))
-    return (top or "1") + (f"/{bottom}" if bottom else "")
+    unit: str
+    low: float
+    high: float
+    is_whole: bool = False
+    source: str | None = None  # a field such as `model.params_total`, or None: given by the caller
+    meaning: str = ""
+    default: float | None = None  # of an input that may be left out
 
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """One formula. `inputs` has the unit of each name in it; `limits` says where it holds."""
+    """One formula. Called with its variables in base units (B, s, tok, ...), it gives its result in `unit`."""
 
     id: str
     name: str
     formula: str
-    inputs: Mapping[str, str]
+    let: Mapping[str, str]  # names for parts of the formula
+    variables: Mapping[str, Variable]
+    constants: Mapping[str, Constant]
     unit: str
-    limits: str
+    validity: str
+    never_when: str | None  # a condition under which the result is infinite: "never"
+    examples: Sequence[Mapping[str, Any]]
+    properties: Sequence[str]
+    document: Mapping[str, Any]
+    _steps: Sequence[tuple[str, Evaluate]] = field(repr=False)
+    _result: Evaluate = field(repr=False)
+    _never: Evaluate | None = field(repr=False)
 
     def __call__(self, **values: float) -> float:
         """Return the result in `unit`. Raises LawError for inputs that are missing, unknown, negative or no number."""
-        if values.keys() != self.inputs.keys():
-            odd = sorted(values.keys() ^ self.inputs.keys())
+        return self._evaluate(self._scope(self._checked(values)))
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The unit of each variable."""
+        return {name: variable.unit for name, variable in self.variables.items()}
+
+    @property
+    def text(self) -> str:
+        """The formula with its parts."""
+        return "; ".join([self.formula, *(f"{name} = {part}" for name, part in self.let.items())])
+
+    def _checked(self, given: Mapping[str, float]) -> dict[str, float]:
+        defaults = {n: v.default for n, v in self.variables.items() if v.default is not None}
+        values = {**defaults, **given}
+        if values.keys() != self.variables.keys():
+            odd = sorted(values.keys() ^ self.variables.keys())
             raise LawError(
-                f"{self.id} wants {', '.join(self.inputs)}; {', '.join(odd)} does not fit"
+                f"{self.id} wants {', '.join(self.variables)}; {', '.join(odd)} does not fit"
             )
         for name, value in values.items():
-            if not math.isfinite(value) or value < 0:
+            if isinstance(value, bool) or not math.isfinite(value) or value < 0:
                 raise LawError(f"{self.id}: {name} is {value}, it must be a number of at least 0")
-        quantities = {
-            name: Quantity(float(v), parse_unit(self.inputs[name])) for name, v in values.items()
-        }
-        result = evaluate(self.formula, quantities)
-        if result.unit != parse_unit(self.unit):
-            raise LawError(f"{self.id} gives {format_unit(result.unit)}, not {self.unit}")
-        return result.value
+        return values
 
+    def compute(self, inputs: Mapping[str, tuple[float, str]]) -> tuple[float, str]:
+        """Return (result, unit) for inputs with written units, such as (8.2, "GiB/s").
 
-# ---- the evaluator ---------------------------------------------------------------------------------------------------
+        Raises LawError naming the input whose unit does not fit; money of two currencies does not either.
+        """
+        values, currencies = {}, set()
+        for name, (value, unit) in inputs.items():
+            if name not in self.variables:
+                raise LawError(
+                    f"{self.id} has no input {name!r}; it wants {', '.join(self.variables)}"
+                )
+            try:
+                wanted = parse_unit(self.variables[name].unit)[1]
+                values[name] = convert(float(value), unit, wanted)
+                currencies.add(parse_unit(unit)[1].currency)
+            except UnitError as error:
+                raise LawError(f"{self.id}: {name}: {error}") from error
+        if len(currencies - {None}) > 1:
+            both = " and ".join(sorted(c for c in currencies if c))
+            raise LawError(f"{self.id}: {both} are not compared without a dated exchange rate")
+        currency = next((c for c in currencies if c), None)
+        return self(**values), self.unit.replace(MONEY, currency) if currency else self.unit
 
+    def parts(self, **values: float) -> dict[str, float]:
+        """Return the named parts of the formula for these values, in base units."""
+        scope = self._scope(self._checked(values))
+        return {name: scope[name] for name in self.let}
 
-def evaluate(formula: str, values: Mapping[str, Quantity]) -> Quantity:
-    """Return what a formula gives for these values. Raises LawError, also when units do not fit."""
-    try:
-        tree = ast.parse(formula, mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise LawError(f"not a formula: {formula!r}") from error
-    if sum(1 for _ in ast.walk(tree)) > MAX_NODES:
-        raise LawError(f"a formula of more than {MAX_NODES} parts")
-    try:
-        return _value(tree.body, values)
-    except (ZeroDivisionError, OverflowError) as error:
-        raise LawError(f"{formula}: {error}") from error
-
-
-_COMPARE: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
-    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Eq: operator.eq,
-}  # fmt: skip
-
-
-def _value(node: ast.expr, values: Mapping[str, Quantity]) -> Quantity:
-    match node:
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return Quantity(float(number), ())
-        case ast.Name(id=name) if name in values:
-            return values[name]
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            inner = _value(operand, values)
-            return Quantity(-inner.value, inner.unit)
-        case ast.BinOp(left=left, op=op, right=right):
-            return _binary(op, _value(left, values), _value(right, values))
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
-            a, b = _value(left, values), _value(right, values)
-            _same("compare", a, b)
-            return Quantity(float(_COMPARE[type(op)](a.value, b.value)), ())
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
-            return _call(name, [_value(arg, values) for arg in args])
-    raise LawError(f"not allowed in a formula: {ast.unparse(node)}")
-
-
-def _binary(op: ast.operator, a: Quantity, b: Quantity) -> Quantity:
-    match op:
-        case ast.Add() | ast.Sub():
-            _same("add", a, b)
-            return Quantity(a.value + (b.value if isinstance(op, ast.Add) else -b.value), a.unit)
-        case ast.Mult():
-            return Quantity(a.value * b.value, _joined(a.unit, b.unit, 1))
-        case ast.Div():
-            return Quantity(a.value / b.value, _joined(a.unit, b.unit, -1))
-        case ast.Pow() if not a.unit and not b.unit:
-            # the limit is for exponents that a formula writes; n**0.7 with a large n is no danger
-            if abs(b.value) > MAX_EXPONENT and a.value > 1:
-                raise LawError(f"an exponent of {b.value:g} is too large")
-            result = a.value**b.value
-            if isinstance(result, complex):
-                raise LawError(f"{a.value:g} ** {b.value:g} is no real number")
-            return Quantity(result, ())
-    raise LawError("an operator that is not allowed, or a power of something with a unit")
-
-
-def _call(name: str, args: list[Quantity]) -> Quantity:
-    if name in ("min", "max") and args:
-        for other in args[1:]:
-            _same(name, args[0], other)
-        return (min if name == "min" else max)(args, key=lambda q: q.value)
-    if name == "where" and len(args) == 3:
-        _same(name, args[1], args[2])
-        return args[1] if args[0].value else args[2]
-    plain = {"ceil": math.ceil, "floor": math.floor, "sqrt": math.sqrt, "log": math.log, "exp": math.exp}  # fmt: skip
-    if name in plain and len(args) == 1 and not args[0].unit:
+    def _scope(self, values: Mapping[str, float]) -> dict[str, float]:
+        scope = {name: c.value for name, c in self.constants.items()} | dict(values)
         try:
-            return Quantity(float(plain[name](args[0].value)), ())
-        except ValueError as error:
-            raise LawError(f"{name}({args[0].value:g}): {error}") from error
-    raise LawError(f"no function {name} of {len(args)} such values")
+            for name, step in self._steps:
+                scope[name] = step(scope)
+        except FormulaError as error:
+            raise LawError(f"{self.id}: {error}") from error
+        return scope
+
+    def _evaluate(self, scope: Mapping[str, float]) -> float:
+        try:
+            if self._never is not None and self._never(scope):
+                return math.inf
+            return self._result(scope)
+        except FormulaError as error:
+            raise LawError(f"{self.id}: {error}") from error
+
+    # ---- what a law promises -------------------------------------------------------------------------------------
+
+    def check(self) -> Iterator[str]:
+        """Yield what is wrong: examples that do not come out, properties that fail on a few fixed cases."""
+        if not self.examples:
+            yield f"{self.id} has no worked example"
+        if len(self.properties) < 2:
+            yield f"{self.id} has {len(self.properties)} properties, at least 2 are wanted"
+        for number, example in enumerate(self.examples, 1):
+            yield from self._check_example(number, example)
+        for stated in self.properties:
+            generator = random.Random(f"{self.id} {stated}")
+            for _ in range(CASES_AT_LOAD):
+                fault = self.property_fault(stated, self.draw(generator), generator.random())
+                if fault:
+                    yield f"{self.id}: {fault}"
+                    break
+
+    def _check_example(self, number: int, example: Mapping[str, Any]) -> Iterator[str]:
+        wanted_unit = parse_unit(self.unit)[1]
+        try:
+            values = {
+                name: quantity(given, parse_unit(self.variables[name].unit)[1])
+                for name, given in example["inputs"].items()
+            }
+            got = self(**values)
+            stated = example["result"]
+            wanted = math.inf if stated == "never" else quantity(stated, wanted_unit)
+        except (KeyError, LawError, UnitError) as error:
+            yield f"{self.id}: example {number} cannot be computed: {error}"
+            return
+        tolerance = float(example.get("tolerance", EXAMPLE_TOLERANCE))
+        if got != wanted and not abs(got - wanted) <= tolerance * abs(wanted):
+            yield f"{self.id}: example {number} gives {got:.6g} {self.unit}, it states {wanted:.6g}"
+
+    def draw(self, generator: random.Random) -> dict[str, float]:
+        """Return one random input within the ranges, even on a logarithmic scale."""
+        values = {}
+        for name, variable in self.variables.items():
+            low, high = variable.low, variable.high
+            if low > 0:
+                value = math.exp(generator.uniform(math.log(low), math.log(high)))
+            else:
+                value = generator.uniform(low, high)
+            values[name] = min(max(value, low), high)
+            if variable.is_whole:
+                values[name] = float(round(values[name]))
+        return values
+
+    def property_fault(self, stated: str, values: Mapping[str, float], u: float) -> str | None:
+        """Return how a stated property fails for these inputs, or None. u in [0, 1) chooses how far an input is moved.
+
+        Raises LawError for a sentence that is no property.
+        """
+        found = re.fullmatch(
+            r"(grows with|falls with|never falls with|never grows with|linear in|at least|at most|is|never when) (.+)",
+            stated,
+        )
+        if found is None:
+            raise LawError(f"{self.id}: {stated!r} is no property")
+        kind, subject = found.groups()
+        if kind in ("at least", "at most", "is", "never when"):
+            return self._bound_fault(kind, subject, values)
+        if subject not in self.variables:
+            raise LawError(f"{self.id}: the property {stated!r} names no variable")
+        variable, factor = self.variables[subject], 1.05 + u
+        moved = values[subject] * factor if values[subject] else u + 0.01
+        if variable.is_whole:
+            moved = max(moved, values[subject] + 1)
+            moved = float(round(moved))
+        if variable.high <= 1:
+            moved = min(moved, variable.high)
+        before, after = self(**values), self(**{**values, subject: moved})
+        if math.inf in (before, after) or moved == values[subject]:
+            return None
+        slack = _SLACK * max(abs(before), abs(after), 1e-300)
+        holds = {
+            "grows with": after > before,
+            "falls with": after < before,
+            "never falls with": after >= before - slack,
+            "never grows with": after <= before + slack,
+            "linear in": abs(after * values[subject] - before * moved) <= slack * max(moved, 1),
+        }[kind]
+        if holds:
+            return None
+        return (
+            f"it should hold that it {kind} {subject}, but {subject} {values[subject]:.6g} -> {moved:.6g} takes the "
+            f"result from {before:.6g} to {after:.6g} {self.unit}"
+        )
+
+    def _bound_fault(self, kind: str, subject: str, values: Mapping[str, float]) -> str | None:
+        scope = self._scope(values)
+        bound = formulas.compile_formula(formulas.parse(subject))(scope)
+        result = self(**values)
+        slack = _SLACK * max(abs(bound), 1e-300)
+        holds = {
+            "at least": result >= bound - slack,
+            "at most": result <= bound + slack,
+            "is": abs(result - bound) <= slack,
+            "never when": not bound or result == math.inf,
+        }[kind]
+        if holds:
+            return None
+        return f"{kind} {subject} fails: {result:.6g}, {bound:.6g} ({dict(values)})"
 
 
-def _same(what: str, a: Quantity, b: Quantity) -> None:
-    if a.unit != b.unit:
-        raise LawError(f"cannot {what} {format_unit(a.unit)} and {format_unit(b.unit)}")
+def quantity(given: Any, wanted: Unit) -> float:
+    """Return a number, or a text such as `4.78 GiB`, in base units of `wanted`. Raises UnitError."""
+    if isinstance(given, bool) or not isinstance(given, (int, float, str)):
+        raise UnitError(f"{given!r} is no number")
+    return float(given) if not isinstance(given, str) else parse_quantity(given, wanted)
 
 
-def _joined(a: Dimensions, b: Dimensions, sign: int) -> Dimensions:
-    powers = dict(a)
-    for name, power in b:
-        powers[name] = powers.get(name, 0) + sign * power
-    return tuple(sorted((name, power) for name, power in powers.items() if power))
+# ---- from documents --------------------------------------------------------------------------------------------------
 
 
-# ---- the laws --------------------------------------------------------------------------------------------------------
+def build_law(document: Mapping[str, Any], constants: Mapping[str, Constant]) -> Law:
+    """Return a law from its document. Raises LawError when names or units do not fit."""
+    name = document["id"]
+    let = document.get("let", {})
+    variables = {
+        key: Variable(
+            str(v["unit"]), float(v["range"][0]), float(v["range"][1]), bool(v.get("whole", False)),
+            v.get("from"), v.get("meaning", ""), v.get("default"),
+        )
+        for key, v in document["variables"].items()
+    }  # fmt: skip
+    try:
+        trees = {part: formulas.parse(text) for part, text in let.items()}
+        tree = formulas.parse(document["formula"])
+        never = document.get("never_when")
+        never_tree = None if never is None else formulas.parse(never)
+        used: set[str] = formulas.names_in(tree)
+        for extra in [*trees.values(), *([] if never_tree is None else [never_tree])]:
+            used |= formulas.names_in(extra)
+        _check_names(name, used, variables, let, constants)
+        units = {key: parse_unit(v.unit)[1] for key, v in variables.items()}
+        units |= {key: parse_unit(c.unit)[1] for key, c in constants.items()}
+        for part, part_tree in trees.items():
+            units[part] = formulas.unit_of(part_tree, units)
+        if never_tree is not None:
+            formulas.unit_of(never_tree, units)
+        wanted, found = parse_unit(str(document["unit"]))[1], formulas.unit_of(tree, units)
+    except (FormulaError, UnitError) as error:
+        raise LawError(f"{name}: {error}") from error
+    except KeyError as error:
+        raise LawError(
+            f"{name}: unknown name {error}; a part is used before it is given"
+        ) from error
+    if found != wanted:
+        raise LawError(f"{name}: the formula gives {found}, the law says {wanted}")
+    used_constants = {key: c for key, c in constants.items() if key in used}
+    return Law(
+        name, document["name"], document["formula"], let, variables, used_constants, str(document["unit"]),
+        document["validity"], never, document["examples"], document["properties"], document,
+        [(part, formulas.compile_formula(part_tree)) for part, part_tree in trees.items()],
+        formulas.compile_formula(tree),
+        None if never_tree is None else formulas.compile_formula(never_tree),
+    )  # fmt: skip
 
-ROUTED_SET = Law(
-    "L03", "all routed experts", "layers * experts * expert_bytes",
-    {"layers": "1", "experts": "1", "expert_bytes": "B"}, "B",
-    "shared experts are residents",
-)  # fmt: skip
-ROUTED_PER_TOKEN = Law(
-    "L04", "routed bytes of a token", "layers * top_k * expert_bytes / one_token",
-    {"layers": "1", "top_k": "1", "expert_bytes": "B", "one_token": "tok"}, "B/tok",
-    "one sequence, no drafts",
-)  # fmt: skip
-CEIL_PCIE = Law(
-    "L11", "ceiling of the link", "pcie_bw / ((1 - h_vram) * routed + host_read)",
-    {"pcie_bw": "B/s", "h_vram": "1", "routed": "B/tok", "host_read": "B/tok"}, "tok/s",
-    "a measured rate, not the link's nominal one; host_read: what else is read in place in RAM, such as a head",
-)  # fmt: skip
-CEIL_DISK = Law(
-    "L12", "ceiling of the drive", "disk_bw / ((1 - h) * routed)",
-    {"disk_bw": "B/s", "h": "1", "routed": "B/tok"}, "tok/s",
-    "guesses read in gaps cost nothing and are not counted",
-)  # fmt: skip
-CEIL_MEMORY = Law(
-    "L09", "ceiling of the memory where it is computed", "mem_bw / (dense + routed)",
-    {"mem_bw": "B/s", "dense": "B/tok", "routed": "B/tok"}, "tok/s",
-    "dense: residents that every token reads, without the embedding table",
-)  # fmt: skip
-HIT_RATE = Law(
-    "L13", "share of experts found in RAM", "min(1, cache / routed_set) ** a",
-    {"cache": "B", "routed_set": "B", "a": "1"}, "1",
-    "steady state of an LRU; a = 1 is independent routing, 0.15 to 0.50 was seen",
-)  # fmt: skip
-TIME_BESIDE_DRIVE = Law(
-    "L14R", "time of a token beside the drive",
-    "(routed + host_read) / pcie_bw + dense / mem_bw + layers * t_layer",
-    {"routed": "B/tok", "host_read": "B/tok", "pcie_bw": "B/s", "dense": "B/tok", "mem_bw": "B/s",
-     "layers": "1", "t_layer": "s/tok"}, "s/tok",
-    "a GPU; all routed bytes cross the link once",
-)  # fmt: skip
-TIME_ON_CPU = Law(
-    "L10R", "time of a token beside the drive, on a CPU", "(routed + dense) / mem_bw",
-    {"routed": "B/tok", "dense": "B/tok", "mem_bw": "B/s"}, "s/tok",
-    "only the reading of memory: the arithmetic comes on top, so this is a lower bound",
-)  # fmt: skip
-TIME_ON_DRIVE = Law(
-    "L14D", "time of a token on the drive", "(1 - h) * routed / disk_bw",
-    {"h": "1", "routed": "B/tok", "disk_bw": "B/s"}, "s/tok", "reads of whole experts",
-)  # fmt: skip
-TOKEN_TIME = Law(
-    "L14", "time of a token", "max(t_disk, r) + s * min(t_disk, r)",
-    {"t_disk": "s/tok", "r": "s/tok", "s": "1"}, "s/tok", "s = 0 is full overlap, 1 is none",
-)  # fmt: skip
-PROMPT_TIME = Law(
-    "L15", "time to the first token of one prompt piece",
-    "routed_set * (1 - (1 - top_k / experts) ** (n ** beta)) * (1 - h) / disk_bw + n * one_token / rate",
-    {"routed_set": "B", "top_k": "1", "experts": "1", "n": "1", "beta": "1", "h": "1", "disk_bw": "B/s",
-     "one_token": "tok", "rate": "tok/s"}, "s",
-    "within 30 %; every further piece reads its experts again",
-)  # fmt: skip
-DOWNLOAD_TIME = Law(
-    "L20", "time to fetch", "file_bytes * bits_per_byte / (line * 0.9)",
-    {"file_bytes": "B", "bits_per_byte": "bit/B", "line": "bit/s"}, "s",
-    "nine tenths of a line carry files",
-)  # fmt: skip
-COPY_TIME = Law(
-    "L19T", "time to write what set-up makes", "(read_bytes + write_bytes) / disk_bw",
-    {"read_bytes": "B", "write_bytes": "B", "disk_bw": "B/s"}, "s",
-    "a drive that writes as fast as it reads: a lower bound",
-)  # fmt: skip
 
-LAWS = {
-    law.id: law
-    for law in (
-        ROUTED_SET, ROUTED_PER_TOKEN, CEIL_MEMORY, CEIL_PCIE, CEIL_DISK, HIT_RATE, TIME_BESIDE_DRIVE, TIME_ON_CPU,
-        TIME_ON_DRIVE, TOKEN_TIME, PROMPT_TIME, DOWNLOAD_TIME, COPY_TIME,
-    )
-}  # fmt: skip
+def _check_names(
+    name: str,
+    used: set[str],
+    variables: Mapping[str, Variable],
+    let: Mapping[str, str],
+    constants: Mapping[str, Constant],
+) -> None:
+    unknown = sorted(used - variables.keys() - let.keys() - constants.keys())
+    if unknown:
+        raise LawError(f"{name}: the formula uses {', '.join(unknown)}, which is not declared")
+    unused = sorted((variables.keys() | let.keys()) - used)
+    if unused:
+        raise LawError(f"{name}: {', '.join(unused)} is declared, but no formula uses it")
 
-# what no data sheet says. Each is of the published runs of both models on one machine (RTX 5060 8 GB, PCIe 28.6 GB/s,
-# drive 8.2 GiB/s); none is fitted to what it predicts there but where it says so.
-HIT_EXPONENT = 0.32  # of L13: from DeepSeek's runs with 14 and 16 GB of cache; Qwen's follow from it within 1 %
+
+def build_laws(documents: Mapping[str, Any]) -> dict[str, Law]:
+    """Return every law of a laws.yaml by its id, checked. Raises LawError with all faults, one a line."""
+    constants = {
+        key: Constant(key, float(c["value"]), str(c["unit"]))
+        for key, c in documents["constants"].items()
+    }
+    laws, faults = {}, []
+    for document in documents["laws"]:
+        try:
+            law = build_law(document, constants)
+            faults += list(law.check())
+            laws[law.id] = law
+        except LawError as error:
+            faults.append(str(error))
+    if faults:
+        raise LawError("\n".join(faults))
+    return laws
+
+
+@functools.cache
+def laws() -> Mapping[str, Law]:
+    """Return the project's laws by id."""
+    return build_laws(read_yaml(LAWS_PATH))
+
+
+def law(name: str) -> Law:
+    """Return one of the project's laws."""
+    return laws()[name]
+
+
+# what no data sheet says, for this project's engine. Each is of the published runs of both models on one machine (RTX
+# 5060 8 GB, PCIe 28.6 GB/s, drive 8.2 GiB/s); none is fitted to what it predicts there but where it says so.
+HIT_EXPONENT = 0.32  # a of L13: from DeepSeek's runs with 14 and 16 GB of cache; Qwen's follow from it within 1 %
 OVERLAP = 0.55  # s of L14: the middle of what the two models' drive-only runs give, 0.40 and 0.70
-# t_layer of L14R: Qwen with all experts in RAM takes 86 ms, of which 46 ms are the link's and 14 ms its dense bytes'
+# t_layer of L14: Qwen with all experts in RAM takes 86 ms, of which 46 ms are the link's and 14 ms its dense bytes'
 LAYER_S = 0.53e-3
 REPEAT_EXPONENT = (
     0.70  # beta of L15: 24 tokens of a prompt touch 17 % of the experts, 2451 touch 99 %
 )
-PROMPT_TOK_S = 200.0  # rate of L15: 130 (Qwen) to 400 (DeepSeek) were seen
+PROMPT_TOK_S = 200.0  # r of L15: 130 (Qwen) to 400 (DeepSeek) were seen

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from conf.schema import RunConfig
-from runtime import laws
 from runtime.forecast import Line, line
 from runtime.units import format_duration, format_nbytes
 from stages.core import DiskRoom
@@ -17,9 +16,7 @@ def fetch_line(cfg: RunConfig, rooms: Sequence[DiskRoom]) -> Line | None:
     if not nbytes:
         return None
     what = f"to fetch at {cfg.hub.line_mbit_s:g} Mbit/s"
-    return line(
-        what, laws.DOWNLOAD_TIME, file_bytes=nbytes, bits_per_byte=8, line=cfg.hub.line_mbit_s * 1e6
-    )
+    return line(what, "L20", file_bytes=nbytes, line_bit_s=cfg.hub.line_mbit_s * 1e6)
 
 
 def format_disk(rooms: Sequence[DiskRoom], fetching: Line | None) -> str:
@@ -29,7 +26,7 @@ def format_disk(rooms: Sequence[DiskRoom], fetching: Line | None) -> str:
         nbytes = fetching.inputs["file_bytes"]
         lines.append(
             f"to fetch: {format_nbytes(nbytes)} ({nbytes / 1e9:.1f} GB), {format_duration(fetching.value)} at "
-            f"{fetching.inputs['line'] / 1e6:g} Mbit/s (hub.line_mbit_s), nine tenths of it used"
+            f"{fetching.inputs['line_bit_s'] / 1e6:g} Mbit/s (hub.line_mbit_s), nine tenths of it used"
         )
     for room in rooms:
         if not room.need_nbytes:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from conf.schema import RunConfig
-from runtime import hardware, laws
+from runtime import hardware
 from runtime.budget import (
     MemoryPlan,
     ModelSizes,
@@ -86,7 +86,7 @@ def run(ctx: StageContext) -> None:
         written = sum(n for room in rooms for name, n in room.parts.items() if name != "download")
         if written:
             making = line(
-                "to set up, at least", laws.COPY_TIME,
+                "to set up, at least", "L19T",
                 read_bytes=written, write_bytes=written, disk_bw=rates.drive_gib_s * GIB,
             )  # fmt: skip
             print(format_lines([making]))
@@ -241,7 +241,7 @@ def _speed(sizes: ModelSizes, machine: Machine) -> dict[str, Any]:
                 "value": x.value,
                 "unit": x.law.unit,
                 "law": x.law.id,
-                "formula": x.law.formula,
+                "formula": x.law.text,
                 "inputs": x.inputs,
             }
             for x in (*lines, *prompts)

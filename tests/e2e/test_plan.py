@@ -36,7 +36,7 @@ def test_the_published_results(tmp_path, capsys, model, cache, published):
     found = plan(make_runner(tmp_path, f"model={model}", "hw=rtx5060", cache), tmp_path)
     assert found["tok_s"] == pytest.approx(published, rel=0.15)
     out = capsys.readouterr().out
-    assert "L14: max(t_disk, r) + s * min(t_disk, r)" in out, "each number with its formula"
+    assert "L14: max(t_disk, R) + s * min(t_disk, R)" in out, "each number with its formula"
     print(f"PLAN | {model} {cache} | {found['tok_s']:.2f} tok/s | published {published}")
 
 

@@ -30,7 +30,7 @@ CONF = ROOT / "conf"
 GROUPS = {
     folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
     for folder in CONF.iterdir()
-    if folder.is_dir() and folder.name != "local" and any(folder.glob("*.yaml"))
+    if folder.is_dir() and folder.name not in ("local", "advisor") and any(folder.glob("*.yaml"))
 }
 
 
@@ -123,6 +123,11 @@ def test_no_two_keys_mean_the_same():
         "ram_gib": "of the machine, of the cache, of the drafts' experts, of copies of conversations, of cold blocks",
         "disk_gib": "of a synthetic model, of copies of conversations",
         "vram_gib": "of the machine, of the cache",
+        "host": "of the model's server, of the advisor's",
+        "port": "of the model's server, of the advisor's",
+        "plot": "of a bench, of an advice",
+        "system": "the system message, the machine asked about",
+        "context_tokens": "of the model, of a person's texts",
         "top_k": "of sampling, of imagined layers",
         "skew": "of a synthetic router, of generated routes",
         "window": "experts in flight, tokens kept hot",
@@ -420,10 +425,13 @@ def test_paths_with_odd_characters(key, path):
 def test_every_text_key_of_a_person_is_free_text():
     """Keys that hold a sentence, a secret or a path of somebody's machine."""
     memory = {f"memory.{name}" for name in ("store", "file", "question", "session", "tag", "scope")}
+    advise = {
+        f"advise.{name}" for name in ("question", "model", "system", "answer", "last_message")
+    }
     others = {
         key for key in known_keys() if re.search(r"(^|\.)(path|routes)$|^paths\.|api_key", key)
     }
-    assert set(run.FREE_TEXT) == {"prompt", "system", *others, *memory}
+    assert set(run.FREE_TEXT) == {"prompt", "system", *others, *memory, *advise}
 
 
 def test_null_and_quoted_texts_mean_what_they_mean_to_hydra():

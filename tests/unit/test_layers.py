@@ -14,6 +14,7 @@ PURE = [
     "conf.schema", "runtime.experts.cache", "runtime.experts.schedule", "runtime.experts.layout",
     "runtime.experts.drive", "runtime.experts.reader", "runtime.budget", "runtime.stats",
     "runtime.errors", "runtime.units", "runtime.checkpoint", "stages.core", "run",
+    "runtime.laws", "runtime.advisor.validator", "runtime.advisor.own_runs", "stages.advise", "stages.advise_check",
 ]  # fmt: skip
 
 

@@ -1,0 +1,155 @@
+"""What to do to run a model: every path with a verdict and a number. Needs no language model, no GPU and no network."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from conf.schema import RunConfig, Source
+from runtime.advisor import kb as knowledge
+from runtime.advisor.advice import advise, reports, to_json
+from runtime.advisor.facts import Machine, machine_of, situation_of, with_known
+from runtime.advisor.identity import find_variant
+from runtime.advisor.kb import KnowledgeBase, is_date
+from runtime.advisor.local_model import model_from_folder
+from runtime.advisor.own_runs import read_own_runs
+from runtime.advisor.question import Heard, hear
+from runtime.advisor.render import draw, format_advice, to_markdown
+from runtime.errors import UsageError
+from runtime.units import GIB
+from stages.core import Stage, StageContext
+from stages.doctor_record import read_record
+from stages.files import write_atomically
+
+JSON_NAME, TEXT_NAME, PLOT_NAME = "advice.json", "advice.md", "advice.png"
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(ctx: StageContext) -> None:
+    """Print a line a path; leave the advice as JSON, Markdown and a picture in the folder of the run."""
+    cfg = ctx.cfg
+    kb = knowledge.load()
+    heard = hear(kb, cfg.advise.question) if cfg.advise.question else None
+    model, variant = wanted_model(kb, cfg, heard)
+    machine = wanted_machine(kb, cfg, ctx.runner.root.parent)
+    told = {k: v for k, v in asdict(cfg.advise.situation).items() if v is not None}
+    situation = situation_of(kb, {**(heard.situation if heard else {}), **told})
+    cache = None if cfg.cache.ram_gib is None else cfg.cache.ram_gib * GIB
+    advice = advise(
+        kb,
+        model,
+        variant,
+        machine,
+        situation,
+        as_of(kb, cfg),
+        question=cfg.advise.question,
+        cache_bytes=cache,
+        own_runs=read_own_runs(kb, outputs_of(cfg)),
+    )
+    print(format_advice(advice), flush=True)
+    folder = ctx.runner.run_dir
+    if folder is None:
+        return
+    write_atomically(folder / JSON_NAME, to_json(advice))
+    write_atomically(folder / TEXT_NAME, to_markdown(advice, reports(kb)))
+    print(f"with every calculation: {folder / TEXT_NAME}", file=sys.stderr)
+    if cfg.advise.plot and draw(advice, folder / PLOT_NAME):
+        print(f"plot: {folder / PLOT_NAME}", file=sys.stderr)
+
+
+def as_of(kb: KnowledgeBase, cfg: RunConfig) -> str:
+    """Return the day that ages of prices are counted to; never the clock's. Raises UsageError."""
+    day = cfg.advise.as_of or kb.as_of
+    if not is_date(day):
+        raise UsageError(f"advise.as_of is {day!r}", "give a day such as 2026-11-30")
+    return day
+
+
+def outputs_of(cfg: RunConfig) -> Path:
+    """Return the folder with all runs."""
+    path = Path(cfg.paths.outputs).expanduser()
+    return path if path.is_absolute() else ROOT / path
+
+
+def wanted_model(
+    kb: KnowledgeBase, cfg: RunConfig, heard: Heard | None = None
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the model and variant asked about: advise.model, else model=, else the one that the question names, else
+    what stands in the model's folder. Raises UsageError.
+    """
+    name = cfg.advise.model or cfg.model.name
+    match = kb.find("model", name, cfg.advise.variant)
+    if match.document is None and cfg.advise.model is None and heard and len(heard.models) == 1:
+        match = kb.find("model", heard.models[0], cfg.advise.variant)
+    if (
+        match.document is None
+        and cfg.advise.model is None
+        and cfg.model.path
+        and cfg.model.source in (Source.bundled, Source.local)
+    ):
+        path = Path(cfg.model.path).expanduser()
+        folder = path if path.is_absolute() else ROOT / path
+        known = {"qwen": "nvfp4", "deepseek": "fp4-fp8"}
+        document = model_from_folder(folder, cfg.model.name, known.get(cfg.model.family))
+        return document, document["variants"][0]
+    if match.document is None:
+        near = ", ".join(match.candidates) or ", ".join(m["id"] for m in kb.all("model"))
+        raise UsageError(f"{match.why}: the knowledge base does not know it", f"near it: {near}")
+    if match.variant is not None:
+        return match.document, match.variant
+    if not match.document["variants"]:
+        raise UsageError(
+            f"of {match.document['name']} no sizes are known",
+            "add a variant in conf/advisor/models.yaml",
+        )
+    variant = find_variant(match.document, match.document["variants"][0]["id"])
+    assert variant is not None
+    return match.document, variant
+
+
+def wanted_machine(kb: KnowledgeBase, cfg: RunConfig, artifacts: Path) -> Machine | None:
+    """Return the machine: advise.system, else the one of hw=, else this one as far as files tell."""
+    hw = cfg.hw
+    if cfg.advise.system is not None:
+        return machine_of(kb, cfg.advise.system)
+    told: dict[str, float | None] = {
+        "ram_bytes": None if hw.ram_gib is None else hw.ram_gib * GIB,
+        "disk_bw": None if hw.rates.drive_gib_s is None else hw.rates.drive_gib_s * GIB,
+        "pcie_bw": None if hw.rates.pcie_gib_s is None else hw.rates.pcie_gib_s * GIB,
+    }
+    if any(d.get("hw") == hw.name for d in kb.all("system")):
+        return machine_of(kb, hw.name, **told)
+    measured = read_record(artifacts)
+    found = Machine(f"this machine (hw={hw.name})", ram_bytes=_total_ram(), cpu=_this_cpu())
+    for field, key in (
+        ("disk_bw", "drive_gib_s"),
+        ("pcie_bw", "pcie_gib_s"),
+        ("ram_bw", "ram_gib_s"),
+    ):
+        if told.get(field) is None and measured.get(key):
+            told[field] = float(measured[key]) * GIB
+    return with_known(found, told)
+
+
+def _total_ram() -> float | None:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            return float(line.split()[1]) * 1024
+    return None
+
+
+def _this_cpu() -> dict[str, Any] | None:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            return {
+                "id": "cpu-here",
+                "name": "this processor",
+                "isa": line.partition(":")[2].split(),
+            }
+    return None
+
+
+STAGE = Stage(name="advise", run=run, is_endpoint=True)
