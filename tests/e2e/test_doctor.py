@@ -45,7 +45,7 @@ def test_this_machine_and_then_plan(tmp_path, capsys):
     assert not list(tmp_path.rglob("*probe*")), "the probe file is gone"
     runner.run(["plan"])
     plan = json.loads((tmp_path / "plan.json").read_text())
-    disk = next(x for x in plan["lines"] if x["law"] == "L14D")["inputs"]["disk_bw"]
+    disk = next(x for x in plan["lines"] if x["law"] == "L14")["inputs"]["disk_bw"]
     assert disk == record["rates"]["drive_gib_s"] * GIB
 
 

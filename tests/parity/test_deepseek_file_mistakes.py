@@ -71,16 +71,14 @@ def unseen_ends():
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(FOLDER, Path(folder) / "copy"))
         layout = deepseek_weights.expert_layout(Checkpoint.open(copy), SPEC)
-        reader = DirectReader(layout.files, BUFFERED)
-        unseen = 0
+        keys = [ExpertKey(la, e) for la in range(SPEC.num_layers) for e in range(SPEC.num_experts)]
+        lasts = [max(keys, key=part(end_in, layout, idx)) for idx in range(len(layout.files))]
         for idx, file in enumerate(layout.files):
-            keys = [
-                ExpertKey(la, e) for la in range(SPEC.num_layers) for e in range(SPEC.num_experts)
-            ]
-            last = max(keys, key=part(end_in, layout, idx))
             with open(file, "r+b") as f:
-                f.truncate(end_in(layout, idx, last) - 1)
-            unseen += payload(reader, layout, last) is not None
+                f.truncate(end_in(layout, idx, lasts[idx]) - 1)
+        # opened behind the cut: a file that changes while it is open is another error
+        reader = DirectReader(layout.files, BUFFERED)
+        unseen = sum(payload(reader, layout, last) is not None for last in lasts)
         reader.close()
     return unseen
 

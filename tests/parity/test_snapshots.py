@@ -181,6 +181,8 @@ def test_everything_that_a_state_holds_is_copied(open_family, heldout_tokens, fa
     for path in paths:
         if path[-1] in ("length", "oldest", "position"):
             continue  # told by the sizes of what is copied, and by the position below
+        if "_windows_start" in path:
+            continue  # of no weight once a window of tokens has followed, which bounded replay sees to
         if isinstance(at_path(session._state, path), list) and not at_path(session._state, path):
             continue  # drafts have no context
         copy = engine.new_state()

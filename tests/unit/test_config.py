@@ -131,6 +131,8 @@ def test_no_two_keys_mean_the_same():
         "top_k": "of sampling, of imagined layers",
         "skew": "of a synthetic router, of generated routes",
         "window": "experts in flight, tokens kept hot",
+        "budget": "of tokens for a question, of money",
+        "question": "to a memory, to the advisor",
         "experts": "guesses to read, experts to check, experts of a synthetic layer",
     }
     seen: dict[str, list[str]] = {}
