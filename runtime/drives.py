@@ -160,7 +160,10 @@ def cached_nbytes(files: Sequence[Path]) -> int | None:
         try:
             whole, found = _Range(0, 0), _CacheStat()  # a length of 0 is to the end
             if libc.syscall(SYS_CACHESTAT, fd, ctypes.byref(whole), ctypes.byref(found), 0) != 0:
-                return None
+                error = ctypes.get_errno()
+                if error in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+                    return None
+                raise OSError(error, os.strerror(error), str(path))
         finally:
             os.close(fd)
         total += found.cache * PAGE_NBYTES

@@ -81,8 +81,11 @@ class TextCodec:
         return frozenset(eos if isinstance(eos, list) else [eos])
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
-        """Return the prompt string; its markers become control tokens. Raises UserError."""
-        raise NotImplementedError
+        """Return the prompt string; its markers become control tokens. Raises UserError: text alone has no turns."""
+        del messages, options
+        raise UserError(
+            "this model has no chat format", "use a text completion, or an instruct model"
+        )
 
     def parser(self, options: ChatOptions) -> Parser:
         """Return what takes an answer to such a prompt apart."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -23,7 +24,25 @@ PROTECTED_SHARE = 0.8  # of a segmented LRU's rows
 NEVER = math.inf
 
 
-class _Ranked(ExpertCache[Key]):
+class _Noting(ExpertCache[Key]):
+    """A cache that notes each use of what is in it."""
+
+    @abstractmethod
+    def _used(self, key: Key) -> None:
+        """Note a use."""
+
+    def touch(self, key: Key) -> None:
+        super().touch(key)
+        self._used(key)
+
+    def take(self, key: Key) -> int | None:
+        row = super().take(key)
+        if row is not None:
+            self._used(key)
+        return row
+
+
+class _Ranked(_Noting[Key]):
     """A cache whose victim has the lowest rank; ranks change only when their expert is used."""
 
     def __init__(self, num_rows: int) -> None:
@@ -36,19 +55,6 @@ class _Ranked(ExpertCache[Key]):
         self._count += 1
         self._rank_of[key] = rank
         heapq.heappush(self._heap, (rank, self._count, key))
-
-    def _used(self, key: Key) -> None:
-        raise NotImplementedError
-
-    def touch(self, key: Key) -> None:
-        super().touch(key)
-        self._used(key)
-
-    def take(self, key: Key) -> int | None:
-        row = super().take(key)
-        if row is not None:
-            self._used(key)
-        return row
 
     def demote(self, key: Key) -> None:
         super().demote(key)
@@ -94,7 +100,7 @@ class LfuCache(_Ranked[Key]):
         self._rank(key, self._weight_of[key])
 
 
-class SlruCache(ExpertCache[Key]):
+class SlruCache(_Noting[Key]):
     """Segmented LRU: who is used again while here is protected, and goes only when nobody else is left."""
 
     def __init__(self, num_rows: int) -> None:
@@ -108,16 +114,6 @@ class SlruCache(ExpertCache[Key]):
         if len(self._protected) > self._num_protected:
             oldest, _ = self._protected.popitem(last=False)
             self._row_of.move_to_end(oldest)
-
-    def touch(self, key: Key) -> None:
-        super().touch(key)
-        self._used(key)
-
-    def take(self, key: Key) -> int | None:
-        row = super().take(key)
-        if row is not None:
-            self._used(key)
-        return row
 
     def demote(self, key: Key) -> None:
         super().demote(key)

@@ -21,6 +21,7 @@ from runtime.errors import UserError
 from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
 from runtime.models.deepseek_state import Compressed, DeepseekState
+from runtime.models.graphs import Graphs
 
 if TYPE_CHECKING:
     from runtime.models.deepseek import Attention, Block, DeepseekModel, HyperConnection
@@ -45,7 +46,7 @@ class Decoder:
         self._attention, self._linear, self._moe = deepseek_attention, deepseek_linear, deepseek_moe
         self._experts = mxfp4_expert
         spec = model.spec
-        self.model, self.spec, self.layout, self.has_graphs = model, spec, layout, has_graphs
+        self.model, self.spec, self.layout = model, spec, layout
         self.device = model.device
         capacity = model.max_positions
         on_gpu = self.device.type == "cuda"
@@ -135,7 +136,7 @@ class Decoder:
             )
         self.tails = {layer: buffer(2, spec.head_dim, dtype=fp32) for layer in self.static.tails}
         self._bound: weakref.ref[DeepseekState] | None = None
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._graphs = Graphs(has_graphs)
         self._steps = 0
         self.wait_ns = 0  # the host, for routes
         self._event = torch.cuda.Event() if on_gpu else None
@@ -208,19 +209,8 @@ class Decoder:
             self._run(("wave", number), partial(self._wave, number))
             number += 1
 
-    def _run(self, name: Hashable, run: Callable[[], None]) -> None:
-        # the first step runs as it is: it compiles kernels and sets up libraries, which a capture must not meet
-        if not self.has_graphs or self._steps == 0:
-            run()
-            return
-        graph = self._graphs.get(name)
-        if graph is None:
-            graph = torch.cuda.CUDAGraph()
-            pool = next(iter(self._graphs.values())).pool() if self._graphs else None
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                run()
-            self._graphs[name] = graph
-        graph.replay()
+    def _run(self, name: Hashable, launch: Callable[[], None]) -> None:
+        self._graphs.run(name, launch, is_first=self._steps == 0)
 
     # ---- the device's part: fixed shapes, fixed addresses ---------------------------------------------------------
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +31,7 @@ from runtime.models.deepseek import (
     Choice,
     Compressor,
     DeepseekModel,
-    EngramRows,
     OpenExpert,
-    RowIds,
     fp8_matrix,
 )
 from runtime.models.deepseek_rows import EngramReader
@@ -98,21 +97,9 @@ class Step:
 class TappedModel(DeepseekModel):
     """The text model, which also tells what its target layers were given."""
 
-    def __init__(
-        self,
-        spec: DeepseekSpec,
-        weights: Mapping[str, Tensor],
-        experts: ExpertSource,
-        open_expert: OpenExpert,
-        engram_rows: EngramRows,
-        row_ids: RowIds,
-        max_positions: int,
-        num_guesses: int = 0,
-    ) -> None:
+    def __init__(self, spec: DeepseekSpec, weights: Mapping[str, Tensor], *rest: Any) -> None:
         """As DeepseekModel."""
-        super().__init__(
-            spec, weights, experts, open_expert, engram_rows, row_ids, max_positions, num_guesses
-        )
+        super().__init__(spec, weights, *rest)
         self.compressors = [KeepingCompressor(weights, layer, spec) for layer in spec.kv_sources]
         for compressor in self.compressors:
             self.blocks[compressor.layer].attention.compressor = compressor

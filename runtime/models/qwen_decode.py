@@ -25,6 +25,7 @@ from kernels import reference as ops
 from kernels import reference_attention
 from kernels.attention_token import scratch_shapes
 from kernels.fp8_matvec import linear, linear_pair
+from runtime.models.graphs import Graphs
 from runtime.models.qwen_state import AttentionState, QwenState
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Decoder:
     def __init__(self, model: QwenModel, context_tokens: int, has_graphs: bool) -> None:
         """context_tokens: keys, values and masks have room for this many.  has_graphs: capture and replay (CUDA)."""
         spec, like = model.spec, model.head
-        self.model, self.spec, self.has_graphs = model, spec, has_graphs
+        self.model, self.spec = model, spec
         size = spec.block_tokens
         self.num_blocks = -(-context_tokens // size)
         capacity = self.num_blocks * size
@@ -108,7 +109,7 @@ class Decoder:
             )
         self._bound: weakref.ref[QwenState] | None = None
         self._bound_version = -1
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._graphs = Graphs(has_graphs)
         self._steps = 0
         self.wait_ns = 0  # the host, for routes
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -169,19 +170,8 @@ class Decoder:
             self._run(("wave", number), partial(self._wave, number))
             number += 1
 
-    def _run(self, name: Hashable, run: Callable[[], None]) -> None:
-        # the first step runs as it is: it compiles kernels and sets up libraries, which a capture must not meet
-        if not self.has_graphs or self._steps == 0:
-            run()
-            return
-        graph = self._graphs.get(name)
-        if graph is None:
-            graph = torch.cuda.CUDAGraph()
-            pool = next(iter(self._graphs.values())).pool() if self._graphs else None
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                run()
-            self._graphs[name] = graph
-        graph.replay()
+    def _run(self, name: Hashable, launch: Callable[[], None]) -> None:
+        self._graphs.run(name, launch, is_first=self._steps == 0)
 
     # ---- the device's part: fixed shapes, fixed addresses ---------------------------------------------------------
 

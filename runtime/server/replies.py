@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,7 @@ def frame(body: Mapping[str, Any]) -> bytes:
     return b"data: " + text.encode(errors="replace") + b"\n\n"
 
 
-class _Answer:
+class _Answer(ABC):
     """One answer's frame: the id, time and model that all its bodies share."""
 
     prefix, whole_kind, chunk_kind = "", "", ""
@@ -89,6 +90,7 @@ class _Answer:
         """Return what goes out before the prompt is read."""
         return b""
 
+    @abstractmethod
     def parts(
         self,
         events: Iterable[Event],
@@ -96,7 +98,6 @@ class _Answer:
         extra: Mapping[str, Any] | None = None,
     ) -> bytes:
         """Return the frames of some parts; `extra` fields go with the first of them."""
-        raise NotImplementedError
 
     def last(self, reason: str, usage: Usage, timings: Mapping[str, Any]) -> bytes:
         """Return the finishing frames: reason, usage if it was asked for, end mark."""
@@ -129,13 +130,15 @@ class _Answer:
         """Return the reason as clients know it."""
         return reason
 
+    @abstractmethod
     def _whole_choice(
         self, events: list[Event], logprobs: Sequence[TokenLogprobs] | None, reason: str
     ) -> dict[str, Any]:
-        raise NotImplementedError
+        """Return the choice of an answer that is not streamed."""
 
+    @abstractmethod
     def _last_choice(self, reason: str) -> dict[str, Any]:
-        raise NotImplementedError
+        """Return the choice that finishes a stream."""
 
     def _chunk(self, choice: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> bytes:
         usage = {"usage": None} if self.options.wants_usage else {}
