@@ -152,7 +152,7 @@ class _CacheStat(ctypes.Structure):
 
 
 def cached_nbytes(files: Sequence[Path]) -> int | None:
-    """Return how much of files is in the page cache; None where the kernel does not tell (before Linux 6.5)."""
+    """Return how much of files is in the page cache; None before Linux 6.5. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     total = 0
     for path in files:
