@@ -91,7 +91,7 @@ class FileSet:
         """Fill `buffer` from `offset`; the file may end early, but not before `need_nbytes`.
 
         buffer and offset are page-aligned. Continues after short reads. Raises OSError (as the kernel gave it) or
-        EOFError (with the byte at which the file ended).
+        EOFError (with the byte at which the file ends).
         """
         started_at = time.perf_counter()
         got = 0
@@ -100,11 +100,12 @@ class FileSet:
             start = align_down(got) if self.is_direct else got
             end = start + self._preadv(self._fds[file_idx], [buffer[start:]], offset + start)
             if end <= got:
-                if offset + got < os.fstat(self._fds[file_idx]).st_size:
+                size = os.fstat(self._fds[file_idx]).st_size
+                if offset + got < size:
                     raise OSError(
                         errno.EIO, "the drive gives no more bytes, though the file goes on"
                     )
-                raise EOFError(offset + got)
+                raise EOFError(size)
             got = end
         # 1 us beside a read of 50 or more: bytes of a file that changed must reach no token
         if _stamp(self._fds[file_idx]) != self._opened[file_idx]:
