@@ -31,9 +31,10 @@ from runtime.errors import ContextLengthError, UserError
 from runtime.experts.checks import Checksums
 from runtime.experts.copies import CudaCopier
 from runtime.experts.layout import ExpertLayout
-from runtime.experts.reader import DirectReader
 from runtime.experts.routes import RouteHeader, RouteRecorder
 from runtime.experts.slots import SlotExperts, passing_slots
+from runtime.experts.spread import drive_configs, open_reader, spare_rows, spread_of
+from runtime.experts.spread_reader import Copies
 from runtime.experts.streamer import ExpertSource, ExpertStreamer, ResidentExperts
 from runtime.sampling import SamplingParams
 from runtime.stats import ExpertCounters, Rates, TokenStats
@@ -114,6 +115,7 @@ class EngineFiles:
     pack: Path | None = None  # of families whose experts are packed
     residents: Path | None = None  # of families whose other weights are written anew
     published: Path | None = None  # a release's own code, patched
+    mirror: Path | None = None  # what is known of copies of shards on other drives
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +164,12 @@ class Engine:
         is_direct: bool,
         experts: ExpertStreamer | SlotExperts | ResidentExperts,
         top_k: int,
+        spread: Copies | None = None,
     ) -> None:
         """vram_plan: None on a CPU.  cpus: where the thread ran before it was pinned; None: it was not.
 
-        experts: of the main model, which may stand behind others in `model.experts`.
+        experts: of the main model, which may stand behind others in `model.experts`.  spread: where they lie
+        on several drives.
         """
         self.config = config
         self.model = model
@@ -181,7 +185,7 @@ class Engine:
         self.device, self.is_direct = device, is_direct  # experts are read around the page cache
         self._layout = layout
         self._cpus = cpus
-        self._experts, self._top_k = experts, top_k
+        self._experts, self._top_k, self._spread = experts, top_k, spread
         self._recorder: RouteRecorder | None = None
 
     @classmethod
@@ -224,6 +228,8 @@ class Engine:
         spec = family.read_spec(files.snapshot)
         family.check_support(spec, config, device)
         layout = family.expert_layout(spec, files)
+        spread = spread_of(layout, files.mirror, files.snapshot)
+        spares = spare_rows(spread, config.hw)
         sizes = family.model_sizes(spec, files, layout, config, dtype)
         limit = ram_limit(
             config.hw.ram_gib,
@@ -231,6 +237,7 @@ class Engine:
             hardware.available_ram_nbytes(),
             config.hw.reserve_gib,
         )
+        limit -= spares * sizes.record_nbytes
         has_gpu = device.type == "cuda"
         plan = plan_memory(
             sizes,
@@ -244,7 +251,7 @@ class Engine:
             log.warning("%s", warning)
         vram_plan = _plan_vram(config, sizes, device, family.READS_IN_PLACE) if has_gpu else None
         checksums = Checksums.open(layout) if config.cache.verify else None
-        reader = DirectReader(layout.files, config.hw.drive)
+        reader = open_reader(layout, spread, config.hw)
         experts: ExpertStreamer | SlotExperts | ResidentExperts
         if is_resident:
             experts = ResidentExperts(layout, reader)
@@ -259,6 +266,7 @@ class Engine:
                 config.prefetch.experts,
                 ahead_rows,
                 checksums,
+                spares,
             )
         try:
             if vram_plan is not None:
@@ -286,6 +294,7 @@ class Engine:
             is_direct,
             experts,
             spec.top_k,
+            spread,
         )
 
     def format_plan(self) -> str:
@@ -367,11 +376,19 @@ class Engine:
             row_read_nbytes=now.row_read_nbytes - before.row_read_nbytes,
         )
 
+    def _measure_drives(self, duration_s: float) -> float:
+        hw = self.config.hw
+        if self._spread is None:
+            return hardware.measure_drive_gib_s(self._layout, hw.drive, duration_s)
+        return hardware.measure_drives_gib_s(
+            self._layout, self._spread, drive_configs(hw), duration_s
+        )
+
     def measure_rates(self, drive_s: float = 0.3) -> Rates:
         """Measure the drive, on this model's own expert file for `drive_s` seconds, memory and PCIe now."""
         # the threads that read may not be held to the decoding thread's core
         with cores.pinned(self._cpus or os.sched_getaffinity(0)):
-            drive = hardware.measure_drive_gib_s(self._layout, self.config.hw.drive, drive_s)
+            drive = self._measure_drives(drive_s)
             if self.vram_plan is None:
                 return Rates(drive, hardware.measure_memory_gib_s())
             return Rates(drive, hardware.measure_vram_gib_s(), hardware.measure_pcie_gib_s())

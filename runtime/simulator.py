@@ -292,6 +292,9 @@ class _NoMemory:
         del row
         return memoryview(b"")
 
+    def swap(self, row: int, other: int) -> None:
+        """There is nothing to swap."""
+
     def pin(self) -> None:
         """There is nothing to pin."""
 

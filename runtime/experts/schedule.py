@@ -36,8 +36,25 @@ def cut_spans(spans: Sequence[Span], pieces: int, min_nbytes: int = PAGE_NBYTES)
     ]
 
 
+class Orphans:
+    """Reads into a buffer that were given up and may still end at any time: until `count` is 0 it is theirs.
+
+    `restart` reads the job once more, into other memory.
+    """
+
+    __slots__ = ("count", "restart")
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.restart: Callable[[memoryview], None] | None = None
+
+
 class ReadJob:
-    """One record to be read into `buffer`. `error` is set, and `on_done` called, when its last piece is back."""
+    """One record to be read into `buffer`. `error` is set, and `on_done` called, when its last piece is back.
+
+    `orphans` is set, and `on_done` called, when a drive with another copy keeps some of it for too long: it is not
+    done, and has to be restarted with another buffer.
+    """
 
     __slots__ = (
         "buffer",
@@ -48,6 +65,7 @@ class ReadJob:
         "next_piece",
         "num_unfinished",
         "on_done",
+        "orphans",
         "pieces",
     )
 
@@ -68,6 +86,7 @@ class ReadJob:
         self.num_unfinished = len(pieces)
         self.is_done = False
         self.error: Exception | None = None
+        self.orphans: Orphans | None = None
 
     @property
     def is_started(self) -> bool:
@@ -109,6 +128,27 @@ class ReadQueue:
                 waiting.remove(job)
                 return True
         return False
+
+    def unissued(self) -> list[ReadJob]:
+        """Return the jobs with pieces that were not handed out, required ones first."""
+        started = [job for job in self._active if not job.is_issued]
+        required = [job for job in started if job.is_required]
+        guesses = [job for job in started if not job.is_required]
+        return [*required, *self._required, *guesses, *self._guesses]
+
+    def withdraw(self, job: ReadJob, most: int | None = None) -> list[Span]:
+        """Take back the last pieces of a job that were not handed out, at most `most`; a job without pieces is over."""
+        count = len(job.pieces) - job.next_piece
+        count = count if most is None else min(most, count)
+        kept = len(job.pieces) - count
+        back, job.pieces = list(job.pieces[kept:]), job.pieces[:kept]
+        job.num_unfinished -= count
+        if not job.num_unfinished:
+            job.is_done = True
+            for jobs in (self._guesses, self._required, self._active):
+                if job in jobs:
+                    jobs.remove(job)
+        return back
 
     def take(self) -> tuple[ReadJob, Span] | None:
         """Hand out the next piece, or None while nothing may start."""

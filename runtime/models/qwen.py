@@ -30,6 +30,7 @@ from runtime.experts.layout import Nvfp4Shape, PackedLayout
 from runtime.experts.reader import DirectReader
 from runtime.experts.routes import Guesses
 from runtime.experts.slots import SlotExperts
+from runtime.experts.spread import open_pack
 from runtime.experts.streamer import ExpertSource
 from runtime.models.buffers import appended, check_context
 from runtime.models.qwen_codec import QwenCodec
@@ -676,7 +677,7 @@ def expert_layout(spec: QwenSpec, files: EngineFiles) -> PackedLayout:
     """Return where the experts are: in the pack."""
     del spec  # the pack has its own header
     assert files.pack is not None, "the repack stage makes it"
-    return PackedLayout.open(files.pack)
+    return open_pack(files.pack)
 
 
 def model_sizes(
