@@ -112,7 +112,7 @@ def stream(model, streamer, prefetch, run):
         return run(model)
 
 
-@settings(max_examples=20, deadline=None, phases=[Phase.generate])
+@settings(max_examples=15, deadline=None, phases=[Phase.generate])
 @given(
     mode=st.sampled_from(sorted(MODES)),
     cache_rows=st.sampled_from([TOP_K, TOP_K + 1, 48, EVERYTHING]),
@@ -208,18 +208,19 @@ def test_a_striped_drive_that_vanishes_is_a_clear_error(
         streamer.close()
 
 
-@pytest.mark.parametrize("first", [0, 11, 90, 400])
-@pytest.mark.parametrize("sweep_rows", [1, 40])
+@pytest.mark.parametrize("first", [0, 11, 90])
+@pytest.mark.parametrize("cache_rows", [TOP_K + 2, EVERYTHING])
 def test_a_mirror_that_stalls_and_wakes_up_with_wrong_bytes(
-    resident_engine, packs, make_config, heldout_tokens, wanted, monkeypatch, caplog, first, sweep_rows
+    resident_engine, packs, make_config, heldout_tokens, wanted, monkeypatch, caplog, first, cache_rows
 ):  # fmt: skip
-    """Reads that were given up write garbage at random times later: into no row that is in use."""
+    """Reads that were given up write garbage in the end: into no row that is in use, now or from the cache later."""
     monkeypatch.setattr(spread_reader, "STALL_S", 0.1)
     overrides, files = packs("mirror")
     layout = open_pack(files.pack)
-    gate, late = threading.Event(), []
+    gate, stuck, late = threading.Event(), [], []
 
     def stall(_fd, buffer, _offset):
+        stuck.append(1)
         gate.wait(60)
         buffer[:] = b"\xa5" * len(buffer)
         late.append(1)
@@ -228,30 +229,22 @@ def test_a_mirror_that_stalls_and_wakes_up_with_wrong_bytes(
     config = DriveConfig(window=2, pieces=3, piece_kib=4)
     preadv = Faulty(first, layout.files[0], first, stall)
     reader = SpreadReader(layout, [config] * 2, [None] * 2, preadv)
-    hw = make_config(**overrides).hw
-    streamer = ExpertStreamer(layout, reader, TOP_K + 2, sweep_rows, 2, spare_rows=spare_rows(layout, hw))  # fmt: skip
-    model, script, found = resident_engine.model, (*SCRIPTS[1], 1, 1), []
-
-    def run(m):
-        state = m.new_state()
-        at = 0
-        for number, size in enumerate(script):
-            piece, at = heldout_tokens[at : at + size], at + size
-            if number == len(script) - 2:
-                gate.set()
-                time.sleep(0.05)
-            found.append(m.decode(piece[0], state) if size == 1 else m.prefill(piece, state))
-        return torch.cat(found)
-
+    spares = spare_rows(layout, make_config(**overrides).hw)
+    streamer = ExpertStreamer(layout, reader, cache_rows, 3, 2, spare_rows=spares)
+    model, script = resident_engine.model, SCRIPTS[2]
     try:
-        logits = stream(model, streamer, 2, run)
-        assert torch.equal(logits, run_script(model, script, heldout_tokens))
+        found = stream(model, streamer, 2, lambda m: run_script(m, script, heldout_tokens))
+        assert torch.equal(found, wanted[script])
+        assert "drive 0 of hw.drives" in caplog.text
+        assert stuck
+        gate.set()
+        while len(late) < len(stuck):
+            time.sleep(0.01)
+        again = stream(model, streamer, 2, lambda m: run_script(m, script, heldout_tokens))
+        assert torch.equal(again, wanted[script])
     finally:
         gate.set()
         streamer.close()
-    if preadv.reads > first:
-        assert "drive 0 of hw.drives" in caplog.text
-        assert late
 
 
 def test_a_mirror_without_one_drive_goes_on_with_a_warning(
