@@ -234,7 +234,7 @@ class HwConfig:
     drive: DriveConfig = field(default_factory=DriveConfig)
     # several drives, as [{folder: /mnt/a}, {folder: /mnt/b, rate_gib_s: 2}]; []: one, where the set-up writes anyway
     drives: list[DrivePlace] = field(default_factory=list)
-    spread: Spread = Spread.stripe  # of experts over hw.drives
+    spread: Spread = Spread.split  # of experts over hw.drives
     rates: RatesConfig = field(default_factory=RatesConfig)
 
 

@@ -13,6 +13,7 @@ from runtime.errors import VerificationError
 from runtime.models.deepseek_backends import resolve_arithmetic
 from stages.core import Output, Runner
 from stages.download import snapshot_of
+from stages.parts import bases, warn_of_shared_drives
 
 log = logging.getLogger("stages")
 
@@ -21,9 +22,19 @@ ROUTES_NAME = "routes.bin"  # in the folder of the run, with record=true
 
 def setup_stages(cfg: RunConfig) -> tuple[str, ...]:
     """Return the stages that make what this run's engine opens: `patch` only where the release's own code computes."""
-    if "patch" not in cfg.model.setup or uses_published_code(cfg):
-        return tuple(cfg.model.setup)
-    return tuple(name for name in cfg.model.setup if name != "patch")
+    names = with_mirror(cfg)
+    if "patch" not in names or uses_published_code(cfg):
+        return names
+    return tuple(name for name in names if name != "patch")
+
+
+def with_mirror(cfg: RunConfig) -> tuple[str, ...]:
+    """Return the model's set-up stages, with `mirror` where experts are read in shards and hw.drives are several."""
+    names = cfg.model.setup
+    if not cfg.hw.drives or "repack" in names:
+        return tuple(names)
+    at = names.index("download") + 1
+    return (*names[:at], "mirror", *names[at:])
 
 
 def uses_published_code(cfg: RunConfig) -> bool:
@@ -34,7 +45,7 @@ def uses_published_code(cfg: RunConfig) -> bool:
 
 def engine_files(inputs: Mapping[str, Output]) -> EngineFiles:
     """Return the folders that `Engine.open` needs."""
-    made = (inputs.get(name) for name in ("repack", "residents", "patch"))
+    made = (inputs.get(name) for name in ("repack", "residents", "patch", "mirror"))
     roots = [None if output is None else output.root for output in made]
     return EngineFiles(snapshot_of(inputs["download"]), *roots)
 
@@ -48,7 +59,10 @@ def open_engine(cfg: RunConfig, inputs: Mapping[str, Output], runner: Runner) ->
             "run stages=[verify] force=[verify] to see the table again, or force=true to go on all the same",
         )
     files = engine_files(inputs)
-    warn_of_slow_place(files.pack or files.snapshot)
+    folders = bases(cfg, files.snapshot if files.pack is None else runner.root.parent)
+    warn_of_shared_drives(folders)
+    for folder in folders or [files.pack or files.snapshot]:
+        warn_of_slow_place(folder)
     engine = Engine.open(cfg, files)
     if cfg.record and runner.run_dir is not None:
         path = runner.run_dir / ROUTES_NAME

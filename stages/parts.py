@@ -28,11 +28,9 @@ from stages.files import absolute, fsync_folder, sample_digest, write_atomically
 log = logging.getLogger("stages")
 
 
-def bases(cfg: RunConfig, artifacts: Path) -> list[Path]:
-    """Return the folder of each drive; that of one without is the artifacts'."""
-    return [
-        artifacts if drive.folder is None else absolute(drive.folder) for drive in cfg.hw.drives
-    ]
+def bases(cfg: RunConfig, home: Path) -> list[Path]:
+    """Return the folder of each drive; that of one without is `home`."""
+    return [home if drive.folder is None else absolute(drive.folder) for drive in cfg.hw.drives]
 
 
 def part_folders(runner: Runner, stage: str) -> list[Path]:
@@ -61,10 +59,15 @@ def room_needed(runner: Runner, stage: str, sizes: Sequence[int]) -> Mapping[Pat
     return needed
 
 
-def check_folders(cfg: RunConfig, artifacts: Path) -> None:
-    """Raise UserError for a drive's folder that cannot be used; warn of two that are on one drive."""
-    folders = bases(cfg, artifacts)
+def check_folders(cfg: RunConfig, home: Path) -> None:
+    """Raise UserError for a drive's folder that cannot be used; warn of two that are on one drive.
+
+    home: where what is on the drive without a folder lies.
+    """
+    folders = bases(cfg, home)
     for i, folder in enumerate(folders):
+        if cfg.hw.drives[i].folder is None:
+            continue
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise UserError(
                 f"hw.drives[{i}].folder {folder} is not a folder that can be written to",
@@ -214,14 +217,18 @@ def check_samples(output: Output, samples: Sequence[str]) -> None:
     """Raise VerificationError when a part that is there is not what was written."""
     record = DrivesRecord.read(output.root, "repack")
     for drive, (folder, sample) in enumerate(zip(record.folders, samples, strict=True)):
-        path = Path(folder) / PACK_BLOCKS
-        if why_absent(Path(folder), record.token, drive, ()) is None and path.exists():
-            try:
-                found = sample_digest(path)
-            except OSError:
-                continue  # opening it says what is wrong
-            if found != sample:
-                raise VerificationError(
-                    f"{path} is not what was written: a sampled checksum differs",
-                    "make it anew: stages=[repack] force=[repack]",
-                )
+        if why_absent(Path(folder), record.token, drive, ()) is None:
+            check_sample(Path(folder) / PACK_BLOCKS, sample, "repack")
+
+
+def check_sample(path: Path, sample: str, stage: str) -> None:
+    """Raise VerificationError when a file that is there is not what a stage wrote."""
+    try:
+        found = sample_digest(path)
+    except OSError:
+        return
+    if found != sample:
+        raise VerificationError(
+            f"{path} is not what was written: a sampled checksum differs",
+            f"make it anew: stages=[{stage}] force=[{stage}]",
+        )

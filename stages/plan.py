@@ -46,6 +46,7 @@ from stages.disk_report import fetch_line, format_disk
 from stages.doctor_record import read_record
 from stages.download import planned_spec, snapshot_of
 from stages.files import write_atomically
+from stages.opening import with_mirror
 
 RESULT_NAME = "plan.json"
 
@@ -69,7 +70,7 @@ def run(ctx: StageContext) -> None:
     sizes: ModelSizes = family.planned_sizes(spec, cfg, dtype, has_gpu)
     fit = plan_fit(cfg, sizes, has_gpu)
     rates, source = planned_rates(cfg, ctx.runner, has_gpu)
-    rooms = ctx.runner.expected_disk(cfg.model.setup)
+    rooms = ctx.runner.expected_disk(with_mirror(cfg))
     fetching = fetch_line(cfg, rooms)
     print(f"{cfg.model.name} on hw={cfg.hw.name}{'' if has_gpu else ', on the CPU'}")
     print(format_disk(rooms, fetching))

@@ -1,4 +1,4 @@
-"""Experts from two or three drives in every mode, with drives that fail, stall or are slow: the same logits, bit for bit."""
+"""Experts from two or three drives in every mode, of which some fail, stall or are slow: the same logits."""
 
 import errno
 import logging
@@ -78,7 +78,12 @@ class Faulty:
     """A `preadv` that is late and short at random, and from a read on has a fault on one drive's file."""
 
     def __init__(self, seed, file, first, fault):
-        self.random, self.file, self.first, self.fault = random.Random(seed), str(file), first, fault
+        self.random, self.file, self.first, self.fault = (
+            random.Random(seed),
+            str(file),
+            first,
+            fault,
+        )
         self.reads = 0
 
     def __call__(self, fd, buffers, offset):
@@ -144,7 +149,10 @@ def test_any_setting(
     streamer = ExpertStreamer(layout, reader, cache_rows, sweep_rows, prefetch)
     try:
         found = stream(
-            resident_engine.model, streamer, prefetch, lambda m: run_script(m, script, heldout_tokens)
+            resident_engine.model,
+            streamer,
+            prefetch,
+            lambda m: run_script(m, script, heldout_tokens),
         )
     finally:
         streamer.close()

@@ -1,4 +1,4 @@
-"""The queue over several drives, driven at random: every record comes once and whole, whatever fails or falls silent."""
+"""The queue over several drives, driven at random: every record comes once and whole, whatever fails or stalls."""
 
 import random
 
@@ -151,7 +151,8 @@ def test_pieces_go_where_they_end_first():
     """Two to one in rate: two thirds of the bytes, whoever is asked first."""
     queue = SpreadQueue([0, 1], 2, 64, 8, PAGE_NBYTES, [1.0, 2.0])
     for number in range(9):
-        queue.job(ExpertKey(0, number), copies_of(ExpertKey(0, number), [0, 1]), memoryview(b""), True, None, 0.0)  # fmt: skip
+        key = ExpertKey(0, number)
+        queue.job(key, copies_of(key, [0, 1]), memoryview(b""), True, None, 0.0)
     slow, fast = (queue._drives[i].nbytes[True] for i in range(2))
     assert slow + fast == 9 * RECORD
     assert abs(fast - 2 * slow) <= 2 * PAGE_NBYTES

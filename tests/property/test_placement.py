@@ -20,6 +20,11 @@ DRIVES = st.integers(2, 5)
 SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(1, 12))
 
 
+def limits_of(n, nbytes):
+    """Limits of drives for experts of so many bytes in all: none, too small, or more than enough."""
+    return st.lists(st.none() | st.integers(0, 2 * nbytes), min_size=n, max_size=n)
+
+
 def every(num_layers, num_experts):
     return [ExpertKey(layer, e) for layer in range(num_layers) for e in range(num_experts)]
 
@@ -84,7 +89,7 @@ def test_stripes(data, n, shape):
     num_layers, num_experts, pages = shape
     keys, record = every(num_layers, num_experts), pages * PAGE_NBYTES
     weights = data.draw(st.lists(WEIGHTS, min_size=n, max_size=n))
-    limits = data.draw(st.lists(st.none() | st.integers(0, 2 * len(keys) * record), min_size=n, max_size=n))  # fmt: skip
+    limits = data.draw(limits_of(n, len(keys) * record))
     rooms = [len(keys) if x is None else min(len(keys), x // record) for x in limits]
     assume(sum(rooms) >= len(keys))
     placement = place(Spread.stripe, num_layers, num_experts, record, weights, limits)
@@ -104,7 +109,7 @@ def test_slices(data, n, shape):
     num_layers, num_experts, pages = shape
     keys, record = every(num_layers, num_experts), pages * PAGE_NBYTES
     weights = data.draw(st.lists(WEIGHTS, min_size=n, max_size=n))
-    limits = data.draw(st.lists(st.none() | st.integers(0, 2 * len(keys) * record), min_size=n, max_size=n))  # fmt: skip
+    limits = data.draw(limits_of(n, len(keys) * record))
     rooms = [pages if x is None else min(pages, x // (len(keys) * PAGE_NBYTES)) for x in limits]
     assume(sum(rooms) >= pages)
     placement = place(Spread.split, num_layers, num_experts, record, weights, limits)
@@ -123,7 +128,7 @@ def test_mirrors(data, n, shape):
     """As many copies on each drive as its limit allows, each expert about as often as any other."""
     num_layers, num_experts, pages = shape
     keys, record = every(num_layers, num_experts), pages * PAGE_NBYTES
-    limits = data.draw(st.lists(st.none() | st.integers(0, 2 * len(keys) * record), min_size=n, max_size=n))  # fmt: skip
+    limits = data.draw(limits_of(n, len(keys) * record))
     rooms = [len(keys) if x is None else min(len(keys), x // record) for x in limits]
     assume(sum(rooms) >= len(keys))
     placement = place(Spread.mirror, num_layers, num_experts, record, [1.0] * n, limits)
