@@ -17,7 +17,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from runtime.forecast import Machine, tok_s, usable_cache
 from runtime.stats import Rates
 from runtime.units import GIB, MIB, format_nbytes
 from stages.core import DISK_MARGIN_NBYTES, Runner, Stage, StageContext
-from stages.doctor_record import RECORD_NAME
+from stages.doctor_record import RECORD_NAME, Finding, Report
 from stages.download import hub_cache, planned_spec, snapshot_of
 from stages.files import write_atomically
 from stages.plan import plan_fit
@@ -60,30 +60,6 @@ THROTTLED = 0.85  # of the first seconds' rate
 SETTING_SHARE = 0.9  # of the best setting's rate, below which another one is recommended
 MEMLOCK_UNLIMITED = resource.RLIM_INFINITY
 FEW_FILES = 1024  # open at once: shards, threads and connections need some hundreds
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One row of the table."""
-
-    area: str
-    what: str
-    verdict: str  # ok, warn, bad
-    value: str
-    advice: str = ""
-
-
-@dataclass(slots=True)
-class Report:
-    """All that was found; rates in GiB/s."""
-
-    findings: list[Finding] = field(default_factory=list)
-    rates: dict[str, float] = field(default_factory=dict)
-    grid: list[DriveRate] = field(default_factory=list)
-
-    def add(self, area: str, what: str, verdict: str, value: str, advice: str = "") -> None:
-        """Note a finding; `advice` says what to do about one that is not ok."""
-        self.findings.append(Finding(area, what, verdict, value, advice))
 
 
 def run(ctx: StageContext) -> None:
@@ -337,6 +313,10 @@ def expert_files(runner: Runner) -> list[Path]:
     pack, download = (
         runner.find(n) if n in runner.cfg.model.setup else None for n in ("repack", "download")
     )
+    if runner.cfg.hw.drives:
+        from stages.doctor_drives import drive_files
+
+        return [file for files in drive_files(runner) for file in files]
     if pack is not None:
         return [pack.root / "experts.bin"]
     if download is not None and "repack" not in runner.cfg.model.setup:
@@ -355,10 +335,25 @@ def check_drives(report: Report, cfg: RunConfig, runner: Runner, record_nbytes: 
         else (hub_cache(cfg).root if from_hub and in_place else runner.root)
     )
     places = {"experts": folder, "artifacts": runner.root}
+    if cfg.hw.drives:
+        del places["experts"]
     if from_hub:
         places["hub cache"] = hub_cache(cfg).root
     for what, place in places.items():
         check_place(report, what, place, find_mount(place), is_read=what == "experts")
+    if cfg.hw.drives:
+        from stages.doctor_drives import check_each
+
+        home = folder if in_place else runner.root.parent
+        check_each(report, cfg, runner, home, record_nbytes)
+    else:
+        measure_place(report, cfg, files, folder, record_nbytes)
+
+
+def measure_place(
+    report: Report, cfg: RunConfig, files: Sequence[Path], folder: Path, record_nbytes: int
+) -> None:
+    """Measure how fast a drive is read: on its own files, or where they are too few on one that is made there."""
     if sum(path.stat().st_size for path in files) < LEAST_FILE_NBYTES:
         files = []
     try:
