@@ -43,7 +43,8 @@ from runtime.forecast import Machine, tok_s, usable_cache
 from runtime.stats import Rates
 from runtime.units import GIB, MIB, format_nbytes
 from stages.core import DISK_MARGIN_NBYTES, Runner, Stage, StageContext
-from stages.doctor_record import RECORD_NAME, Finding, Report
+from stages.doctor_record import RECORD_NAME
+from stages.doctor_report import Finding, Report
 from stages.download import hub_cache, planned_spec, snapshot_of
 from stages.files import write_atomically
 from stages.plan import plan_fit

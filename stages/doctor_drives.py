@@ -11,7 +11,7 @@ from runtime.experts.layout import PACK_BLOCKS
 from runtime.experts.spread import DrivesRecord, weights_of
 from stages import doctor
 from stages.core import Runner
-from stages.doctor_record import Report
+from stages.doctor_report import Report
 from stages.download import snapshot_of
 from stages.parts import bases
 
