@@ -273,15 +273,17 @@ class SpreadQueue:
                 touched[part.record] = None
         for job in touched:
             record = self._records[job]
-            job.orphans = Orphans(0)
+            job.orphans = job.orphans or Orphans()
             self._withdraw_all(job)
-            for part, _ in self._drives[drive].reading:
-                if part.record is job and part.lost is None:
-                    job.orphans.count += 1
-                    record.num_reading -= 1
-            for part, _ in self._drives[drive].reading:
-                if part.record is job and part.lost is None:
-                    part.lost = job.orphans
+            stuck = [
+                part
+                for part, _ in self._drives[drive].reading
+                if part.record is job and part.lost is None
+            ]
+            job.orphans.count += len(stuck)
+            record.num_reading -= len(stuck)
+            for part in stuck:
+                part.lost = job.orphans
         return [job for job in touched if self._records[job].num_reading == 0]
 
     # ---- inside ---------------------------------------------------------------------------------------------------

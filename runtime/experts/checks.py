@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable
-from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from blake3 import blake3
@@ -29,7 +28,7 @@ SILENT_S = 10.0  # without any arrival, after which it is said
 class Checksums:
     """The hashes that `repack` recorded, one per expert, compared the first time that an expert is read."""
 
-    def __init__(self, recorded: bytes, num_experts: int, record_nbytes: int, source: Path) -> None:
+    def __init__(self, recorded: bytes, num_experts: int, record_nbytes: int, source: str) -> None:
         self._recorded, self._num_experts, self._record_nbytes = (
             recorded,
             num_experts,
@@ -54,7 +53,9 @@ class Checksums:
                 f"{path} has {len(recorded):,} bytes, which is not one checksum per expert",
                 "run the repack stage again: stages=[repack] force=[repack]",
             )
-        return cls(recorded, layout.num_experts, layout.record_nbytes, layout.files[0])
+        return cls(
+            recorded, layout.num_experts, layout.record_nbytes, " or ".join(map(str, layout.files))
+        )
 
     def check(self, job: ReadJob) -> None:
         """Give a finished read an error when its bytes are not what was packed; each expert once."""

@@ -44,8 +44,8 @@ class Orphans:
 
     __slots__ = ("count", "restart")
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self) -> None:
+        self.count = 0
         self.restart: Callable[[memoryview], None] | None = None
 
 

@@ -215,7 +215,11 @@ class SpreadReader:
             job.on_done(job)
 
     def _look(self) -> None:
-        """Take out a drive that is silent for long while others have what is wanted of it."""
+        """Take out a drive that is silent for long while others have what is wanted of it.
+
+        It is looked at twice: after a process was stopped, every drive seems silent once.
+        """
+        suspects: set[int] = set()
         while True:
             with self._closing:
                 if self._is_closing:
@@ -224,7 +228,11 @@ class SpreadReader:
                 now, delivered = time.perf_counter(), []
                 for drive in range(self._queue.num_drives):
                     silent_s = self._queue.silent(drive, now)
-                    if silent_s >= STALL_S:
+                    if silent_s < STALL_S:
+                        suspects.discard(drive)
+                    elif drive not in suspects:
+                        suspects.add(drive)
+                    else:
                         delivered += self._queue.give_up(drive, now)
                         self._say_out(
                             drive, f"it has given nothing for {format_duration(silent_s)}"
