@@ -152,6 +152,30 @@ def test_every_record_comes_once_and_whole(seed, num_drives, failing, stalling, 
     assert not world.queue._records
 
 
+def test_two_drives_that_stall_one_after_the_other():
+    """The record is delivered when the third has given its share, and its memory is lent to both others."""
+    queue, key = SpreadQueue(range(3), 3, 2, 1, PAGE_NBYTES, [None] * 3), ExpertKey(0, 0)
+    job = queue.job(key, copies_of(key, range(3)), memoryview(b""), True, None, 0.0)
+    taken = [queue.take(drive, 0.0) for drive in range(3)]
+    assert queue.silent(0, 9.0) == 9.0
+    assert queue.give_up(0, 9.0) == []
+    assert queue.give_up(1, 9.0) == []
+    assert queue.silent(2, 9.0) == 0.0, "nothing else has what it keeps"
+    assert queue.finish(2, *taken[2], 9.0) is job
+    first = job.orphans
+    assert first.count == 2
+    queue.restart(job, memoryview(b"other"), 9.0)
+    for _ in range(3):
+        part, piece = queue.take(2, 9.0)
+        done = queue.finish(2, part, piece, 9.1)
+    assert done is job
+    assert job.is_done
+    for drive in (1, 0):
+        assert first.count == drive + 1
+        assert queue.finish(drive, *taken[drive], 99.0) is None
+    assert first.count == 0
+
+
 def test_pieces_go_where_they_end_first():
     """Two to one in rate: two thirds of the bytes, whoever is asked first."""
     queue = SpreadQueue([0, 1], 2, 64, 8, PAGE_NBYTES, [1.0, 2.0])
