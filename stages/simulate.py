@@ -43,7 +43,7 @@ def run(ctx: StageContext) -> None:
         "decode_tok_s": {"median": summary.decode_tok_s},
         "demand": None if hits is None else asdict(hits),
         "model": asdict(trace.header),
-        "setting": asdict(setting),
+        "setting": asdict(setting) | {"spread": setting.spread.value},
         "machine": asdict(machine_of(cfg)),
         "policy": cfg.simulate.policy.value,
         "changed": changed_keys(cfg),
