@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from conf.schema import RunConfig
 from runtime.engine import EngineFiles, load_family
-from runtime.errors import VerificationError
+from runtime.errors import UserError, VerificationError
 from runtime.experts.spread import DRIVES_NAME, PART_NAME, DrivesRecord, part_json
 from runtime.units import format_nbytes
 from stages.core import Output, Runner, Stage, StageContext
@@ -70,6 +70,13 @@ def run(ctx: StageContext) -> None:
         names.append(tuple(file.name for file in chosen))
         if not is_original:
             work |= {f"{drive}/{file.name}": (drive, file) for file in chosen}
+    lacking = {file.name for file in files} - {name for each in names for name in each}
+    if lacking:
+        raise UserError(
+            f"the limits of hw.drives leave {len(lacking)} of {len(files)} shards without a place: "
+            f"{', '.join(sorted(lacking)[:3])}",
+            "raise hw.drives[i].limit_gib, or add a drive without a folder: the shards as they are",
+        )
     for unit, (drive, file) in work.items():  # journalled, and gone since
         copy = folders[drive] / file.name
         if unit in ctx.units and not (copy.exists() and copy.stat().st_size == file.stat().st_size):

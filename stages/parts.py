@@ -158,8 +158,13 @@ class Parts:
     def publish(self) -> list[str]:
         """Give every part its name; returns a hash of samples of each file."""
         for drive, folder in enumerate(self.folders):
-            partial = _partial(folder)
-            if self._home(drive) != partial:
+            partial, home = _partial(folder), self._home(drive)
+            if home is None:
+                raise UserError(
+                    f"{partial} was taken away or written anew while {self._stage} worked on it",
+                    "give each artifacts folder that is in use drives' folders of its own, and run the same command",
+                )
+            if home == folder:
                 continue  # a run before this one was stopped between two drives
             with self.on_drive(drive):
                 replaced = folder.with_name(folder.name + ".replaced")

@@ -6,9 +6,11 @@ expert file.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,24 +87,42 @@ def why_absent(
     return None
 
 
-def _missing(why: dict[int, str], folders: Sequence[str], can_do_without: bool) -> frozenset[int]:
-    """Warn of drives that are not there, or raise UserError where nothing else has what is on them."""
-    for drive, reason in why.items():
-        named = f"drive {drive} of hw.drives ({folders[drive]})"
-        if not can_do_without:
-            raise UserError(
-                f"{named} is needed and cannot be used: {reason}",
-                "connect and mount it; where it is lost, run stages=[repack] force=[repack]",
-            )
-        log.warning(
-            "%s cannot be used, its copies are read from the others: %s; connect it and start again, or make it anew "
-            "with force=[repack] or force=[mirror]",
-            named, reason,
-        )  # fmt: skip
-    return frozenset(why)
+class _Places(ABC):
+    """The folders of several drives, and which of them cannot be used."""
+
+    places: Sequence[str]
+    missing: frozenset[int] = frozenset()
+
+    @abstractmethod
+    def _has_all(self, missing: frozenset[int]) -> bool:
+        """Say whether every record can be read without these drives."""
+
+    def lose(self, why: Mapping[int, str]) -> None:
+        """Do without drives, with a warning each; raise UserError where nothing else has what is on them."""
+        missing = self.missing | why.keys()
+        can_do_without = self._has_all(missing)
+        for drive, reason in why.items():
+            named = f"drive {drive} of hw.drives ({self.places[drive]})"
+            if not can_do_without:
+                raise UserError(
+                    f"{named} is needed and cannot be used: {reason}",
+                    "connect and mount it; where it is lost, run stages=[repack] force=[repack]",
+                )
+            log.warning(
+                "%s cannot be used, its copies are read from the others: %s; connect it and start again, or make it "
+                "anew with force=[repack] or force=[mirror]",
+                named, reason,
+            )  # fmt: skip
+        self.missing = missing
 
 
-class SpreadPack(PackedLayout):
+def _every_key(layout: ExpertLayout) -> Iterator[ExpertKey]:
+    return itertools.starmap(
+        ExpertKey, itertools.product(range(layout.num_layers), range(layout.num_experts))
+    )
+
+
+class SpreadPack(_Places, PackedLayout):
     """An expert pack whose blocks lie in a file on each of several drives."""
 
     def __init__(self, root: Path, header: PackHeader, record: DrivesRecord) -> None:
@@ -126,15 +146,13 @@ class SpreadPack(PackedLayout):
             reason = why_absent(Path(folder), record.token, drive, sizes)
             if reason is not None:
                 absent[drive] = reason
-        is_covered = self.spread is Spread.mirror and all(
-            set(self.placement.homes(key)) - absent.keys() for key in self._keys()
-        )
-        self.missing = _missing(absent, record.folders, is_covered)
+        self.lose(absent)
 
-    def _keys(self) -> list[ExpertKey]:
-        return [
-            ExpertKey(layer, e) for layer in range(self.num_layers) for e in range(self.num_experts)
-        ]
+    def _has_all(self, missing: frozenset[int]) -> bool:
+        return not missing or (
+            self.spread is Spread.mirror
+            and all(set(self.placement.homes(key)) - missing for key in _every_key(self))
+        )
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -158,7 +176,7 @@ def open_pack(root: Path) -> PackedLayout:
     return SpreadPack(root, PackedLayout.read_header(root), DrivesRecord.read(root, "repack"))
 
 
-class MirroredShards:
+class MirroredShards(_Places):
     """Released files of which whole copies lie on other drives."""
 
     def __init__(self, layout: ExpertLayout, record: DrivesRecord, snapshot: Path) -> None:
@@ -167,43 +185,44 @@ class MirroredShards:
         self.places = tuple(folder or str(snapshot) for folder in record.folders)
         files: list[Path] = []
         drive_of: list[int] = []
-        index: dict[tuple[int, str], int] = {}  # (drive, file's name) -> number of the file
+        self._ways: list[dict[int, int]] = [{} for _ in layout.files]  # drive -> number of the copy
         absent = {}
         for drive, (folder, names) in enumerate(zip(record.folders, record.files, strict=True)):
-            root = Path(folder) if folder else None
-            if root is not None:
-                sizes = [(f.name, f.stat().st_size) for f in layout.files if f.name in names]
-                reason = why_absent(root, record.token, drive, sizes)
+            here = [(i, file) for i, file in enumerate(layout.files) if file.name in names]
+            if folder:
+                sizes = [(file.name, file.stat().st_size) for _, file in here]
+                reason = why_absent(Path(folder), record.token, drive, sizes)
                 if reason is not None:
                     absent[drive] = reason
-            for source in layout.files:
-                if source.name not in names:
-                    continue
-                if drive not in absent:
-                    index[drive, source.name] = len(files)
-                files.append(source if root is None else root / source.name)
+            for i, file in here:
+                self._ways[i][drive] = len(files)
+                files.append(Path(folder) / file.name if folder else file)
                 drive_of.append(drive)
         self._files, self.drive_of = tuple(files), tuple(drive_of)
-        names_there = {name for _, name in index}
-        self.missing = _missing(
-            absent, record.folders, all(file.name in names_there for file in layout.files)
-        )
-        self._ways = [  # of each file of the layout, drive -> number of its copy
-            {d: index[d, f.name] for d in range(len(record.folders)) if (d, f.name) in index}
-            for f in layout.files
-        ]
+        if not self._has_all(frozenset()):
+            raise UserError(
+                "the limits of hw.drives leave experts of which no drive has all",
+                "raise hw.drives[i].limit_gib, or add a drive without a folder: the shards as they are",
+            )
+        self.lose(absent)
+
+    def _has_all(self, missing: frozenset[int]) -> bool:
+        return all(self._homes(key) - missing for key in _every_key(self._layout))
+
+    def _homes(self, key: ExpertKey) -> set[int]:
+        """Return the drives that have all of a record."""
+        return set.intersection(*(set(self._ways[s.file_idx]) for s in self._layout.spans(key)))
 
     @property
     def files(self) -> tuple[Path, ...]:
         return self._files
 
     def copies(self, key: ExpertKey) -> tuple[tuple[Span, ...], ...]:
-        """Return the ways to read a record; one that lies in two files needs both on a drive."""
+        """Return the ways to read a record, on drives that are there; all of it comes from one of them."""
         spans = self._layout.spans(key)
-        drives = set.intersection(*(set(self._ways[span.file_idx]) for span in spans))
         return tuple(
             tuple(span._replace(file_idx=self._ways[span.file_idx][drive]) for span in spans)
-            for drive in sorted(drives)
+            for drive in sorted(self._homes(key) - self.missing)
         )
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -46,6 +46,9 @@ class Copies(Protocol):
     def missing(self) -> frozenset[int]:
         """Drives that are not there; no copy is on them."""
 
+    def lose(self, why: Mapping[int, str]) -> None:
+        """Do without drives, each for a reason. Raises UserError where nothing else has what is on them."""
+
     def copies(self, key: ExpertKey) -> Sequence[Sequence[Span]]:
         """Return the ways to read a record whole: the reads that each takes."""
 
@@ -62,7 +65,7 @@ class SpreadReader:
     ) -> None:
         """configs: how each drive is read; window, pieces and piece_kib are the same.  gib_s: what is known of them.
 
-        Raises what opening a file raises.
+        Raises UserError when a drive cannot be opened whose experts no other one has.
         """
         self._source = source
         first = configs[0]
@@ -101,7 +104,11 @@ class SpreadReader:
         try:
             for drive, (files, config) in enumerate(zip(of_drive, configs, strict=True)):
                 is_used = bool(files) and drive not in source.missing
-                opened.append(FileSet(files, config, preadv) if is_used else None)
+                try:
+                    opened.append(FileSet(files, config, preadv) if is_used else None)
+                except OSError as error:
+                    source.lose({drive: f"{error.filename or files[0]}: {error.strerror}"})
+                    opened.append(None)
         except BaseException:
             for made in filter(None, opened):
                 made.close()

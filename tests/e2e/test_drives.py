@@ -350,6 +350,15 @@ def test_shards_are_mirrored_and_force_mends_a_copy(tmp_path, tiny_qwen):
         runner.run(["mirror"])
 
 
+def test_limits_that_leave_a_shard_nowhere_are_refused_before_a_copy(tmp_path):
+    (tmp_path / "d1").mkdir()
+    drive = f"{{folder:{tmp_path}/d1,limit_gib:0.004}}"
+    more = (f"hw.drives=[{drive},{drive}]", "hw.spread=mirror")
+    with pytest.raises(UserError, match=r"leave \d of 8 shards without a place"):
+        make_runner(tmp_path / "out", "model=tiny_deepseek", *more).run(["mirror"])
+    assert not list(tmp_path.glob("d1/*"))
+
+
 def test_a_mirrored_shard_that_reads_back_wrong_never_gets_its_name(tmp_path, monkeypatch):
     from stages import mirror
 

@@ -25,20 +25,23 @@ NUM, RECORD = 24, 12 * PAGE_NBYTES
 class Pack:
     """Experts on drives: each wholly on those that `homes` says, in files of the same order."""
 
-    missing = frozenset()
-
     def __init__(self, folder, num_drives, homes=None):
         self.data = random.Random(0).randbytes(NUM * RECORD)
         self.files = tuple(folder / f"drive{i}.bin" for i in range(num_drives))
         self.places = tuple(str(file.parent) for file in self.files)
         self.drive_of = tuple(range(num_drives))
+        self.missing = frozenset()
         self.homes = homes or (lambda _expert: range(num_drives))
         for file in self.files:
             file.write_bytes(self.data)
 
     def copies(self, key):
         at = key.expert * RECORD
-        return [[Span(drive, at, RECORD, RECORD, 0)] for drive in self.homes(key.expert)]
+        homes = [drive for drive in self.homes(key.expert) if drive not in self.missing]
+        return [[Span(drive, at, RECORD, RECORD, 0)] for drive in homes]
+
+    def lose(self, why):
+        self.missing |= why.keys()
 
     def record(self, expert):
         return self.data[expert * RECORD : (expert + 1) * RECORD]
@@ -225,6 +228,23 @@ def test_a_missing_drive_is_never_opened(tmp_path, arena):
     pack.files[0].unlink()
     pack.missing = frozenset([0])
     reader = open_reader(pack)
+    assert read_all(pack, reader, arena) == {}
+    reader.close()
+
+
+def test_a_drive_that_fails_when_it_is_opened_is_lost_before_the_first_read(
+    tmp_path, arena, monkeypatch
+):
+    pack, real = Pack(tmp_path, 2), os.open
+
+    def opened(path, flags, *args, **kwargs):
+        if path == pack.files[0]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", opened)
+    reader = open_reader(pack)
+    assert pack.missing == {0}
     assert read_all(pack, reader, arena) == {}
     reader.close()
 
