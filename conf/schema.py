@@ -266,6 +266,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     queue: int = 8  # requests that may wait; one more gets 429
+    max_batch: int = 1  # conversations decoded together: an expert that several need is read once
     keep_alive_s: float = 10.0  # a comment frame this often while a stream is silent; 0 is never
     keep_alive_chunks: bool = False  # as empty chunks, for clients whose watchdogs count only those
     strict_model: bool = True  # false: any model name in a request means this model
@@ -590,6 +591,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.sampling.temperature": (0, 2),
     "model.sampling.top_k": (0, 2**20),
     "model.sampling.min_p": (0, 1),
+    "serve.max_batch": (1, 64),
     "hw.drive.window": (1, 64),
     "hw.drive.pieces": (1, 64),
     "hw.drive.piece_kib": (4, 2**20),
@@ -798,6 +800,15 @@ def _memory_faults(run: RunConfig) -> Iterable[str]:
         and not memory.sentences
     ):
         yield "stages=[memory_prune] needs what goes: memory.keep=N, memory.before=2026-01-31 or memory.sentences=[1,2]"
+
+
+def _batch_faults(run: RunConfig) -> Iterable[str]:
+    if run.serve.max_batch == 1:
+        return
+    if run.drafts.enabled:
+        yield "drafts are for one conversation at a time: leave out drafts.enabled or serve.max_batch"
+    if run.record:
+        yield "record=true writes the routes of one conversation at a time: leave out record or serve.max_batch"
 
 
 def _family_faults(run: RunConfig) -> Iterable[str]:

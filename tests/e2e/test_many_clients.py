@@ -24,6 +24,7 @@ QUESTIONS = (
     "Какая столица Италии?",
 )
 CLIENTS = 16
+IDLE = {"waiting": [], "running": None, "all_running": []}
 
 
 class Asked:
@@ -100,17 +101,17 @@ def _ask_all(server: StubServer, asked: list[Asked]) -> None:
             await asyncio.gather(*(one() for _ in range(clients)))
 
     asyncio.run(run(asked, CLIENTS))
-    wait_for(lambda: server.get("/status").json()["queue"] == {"waiting": [], "running": None})
+    wait_for(lambda: server.get("/status").json()["queue"] == IDLE)
     undisturbed = [request for request in asked if request.leaves_s is None]
     assert len(undisturbed) > len(asked) // 3
     assert all(request.text is not None for request in undisturbed)
     # the same alone, without any copy of a state
     alone: dict[tuple[str, bool], str] = {}
-    server.worker._session._store = SnapshotStore(0)
+    server.worker._sessions[0]._store = SnapshotStore(0)
     for request in sorted(undisturbed, key=lambda r: -r.max_tokens):
         key = (request.question, request.follows)
         if key not in alone:
-            server.worker._session.reset()
+            server.worker._sessions[0].reset()
             single = Asked(0)
             single.__dict__ |= {**request.__dict__, "is_stream": False, "text": None}
             asyncio.run(run([single], 1))
