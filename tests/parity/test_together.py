@@ -10,6 +10,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from runtime.engine import Engine, EngineFiles
 from runtime.experts.reader import ReadError
 from runtime.experts.shared import SharedReads, pause, take_turns
 from runtime.sampling import SamplingParams
@@ -66,7 +67,7 @@ def alone(engine, conversations):
     return [torch.cat(talk.logits) for talk in again]
 
 
-@settings(max_examples=12, phases=[Phase.generate])
+@settings(max_examples=8, phases=[Phase.generate])
 @given(
     count=st.integers(1, 5),
     ram_gib=st.sampled_from([0.0, 0.0005, 0.002, 1.0]),
@@ -87,8 +88,6 @@ def test_company_changes_no_number(
 @pytest.fixture(scope="module")
 def open_shared(tiny_files, make_config):
     """A function: (max_batch, cache.ram_gib, prefetch.experts) -> an engine; opened once for the same."""
-    from runtime.engine import Engine
-
     engines = {}
 
     def open_engine(batch, ram_gib=1.0, prefetch=2):
@@ -107,6 +106,25 @@ def open_shared(tiny_files, make_config):
     yield open_engine
     for engine in engines.values():
         engine.close()
+
+
+def test_deepseek_conversations(make_config, tiny_qwen, heldout_tokens):
+    """Rings, compressed entries and Engram rows of several conversations do not meet."""
+    files = EngineFiles(tiny_qwen.parent / "tiny-deepseek")
+    overrides = {"serve.max_batch": 3, "cache.ram_gib": 0.0, "cache.table_rows": 0}
+    engine = Engine.open(make_config("tiny_deepseek", **overrides), files)
+    found = talks(engine.model, heldout_tokens, 3, seed=7, steps=8)
+    try:
+        run_together(engine, found)
+    finally:
+        engine.close()
+    resident = Engine.open(make_config("tiny_deepseek"), files, is_resident=True)
+    try:
+        for talk, wanted in zip(found, alone(resident, found), strict=True):
+            assert talk.error is None
+            assert torch.equal(torch.cat(talk.logits), wanted)
+    finally:
+        resident.close()
 
 
 def test_an_expert_is_read_once_a_step(open_shared, heldout_tokens):
