@@ -721,7 +721,8 @@ def load(cfg: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     assert isinstance(run, RunConfig)
-    faults = [*_range_faults(run), *_family_faults(run), *_memory_faults(run), *_stage_faults(run)]
+    checks = (_range_faults, _family_faults, _batch_faults, _memory_faults, _stage_faults)
+    faults = [fault for check in checks for fault in check(run)]
     if faults:
         raise ConfigError("; ".join(faults))
     return run

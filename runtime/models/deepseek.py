@@ -438,7 +438,9 @@ class DeepseekModel:
         self.spec, self.experts, self.open_expert = spec, experts, open_expert
         self.rows: EngramReader | None = None  # set where rows come from the drive
         self.pinned: HostArena | None = None  # the head's memory, with a GPU
-        self.decoder: Decoder | Lanes | None = None  # on a GPU: decodes instead of the layers' own path
+        self.decoder: Decoder | Lanes | None = (
+            None  # on a GPU: decodes instead of the layers' own path
+        )
         self.chunk_tokens: int | None = (
             None  # of a prompt, through everything but the experts; None: all
         )

@@ -10,6 +10,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from conf.schema import ConfigError
 from runtime.engine import Engine, EngineFiles
 from runtime.experts.reader import ReadError
 from runtime.experts.shared import SharedReads, pause, take_turns
@@ -35,7 +36,7 @@ class Talk:
             for token in rest:
                 self.on_step()
                 self.logits.append(self.model.decode(token, state))
-        except Exception as error:  # looked at by the test
+        except Exception as error:  # noqa: BLE001 - looked at by the test
             self.error = error
 
 
@@ -321,6 +322,12 @@ def test_turns(lists):
         for number in found
     }
     assert [rank[number] for number in found] == sorted(rank.values())
+
+
+def test_settings_that_do_not_go_together(make_config, tiny_qwen):
+    for other, word in (("drafts.enabled", "drafts"), ("record", "record=true")):
+        with pytest.raises(ConfigError, match=word):
+            make_config(**{"serve.max_batch": 2, other: True})
 
 
 def test_outside_of_conversations_it_is_the_source(open_shared, resident_engine, heldout_tokens):
