@@ -19,9 +19,10 @@ from torch import Tensor
 from runtime.experts.cache import ExpertCache
 from runtime.experts.copies import Copier
 from runtime.experts.frequency import KeptExperts
+from runtime.experts.in_front import InFront
 from runtime.experts.layout import ExpertKey
 from runtime.experts.routes import RouteListener
-from runtime.experts.streamer import ExpertSource, Wave, as_list, one_by_one
+from runtime.experts.streamer import ExpertSource, Wave, as_list
 
 BATCH_EXPERTS = 8  # of a prompt, copied and computed together, at most
 BATCH_NBYTES = 64 * 2**20  # two batches of them are in VRAM at once
@@ -49,7 +50,7 @@ class BatchedSource(ExpertSource, Protocol):
     def batches(self, layer: int, ids: Sequence[int]) -> Iterator[Wave]: ...
 
 
-class SlotExperts:
+class SlotExperts(InFront):
     """Experts from VRAM slots, from pinned RAM in place, or from the drive."""
 
     def __init__(
@@ -66,7 +67,7 @@ class SlotExperts:
         early_copies: guesses for the next layer copied ahead when they are in RAM.
         reads_in_place: experts in RAM are yielded where they are; else each is copied to a slot first.
         """
-        self.source, self.counters = source, source.counters
+        self.source = source
         self._copier, self._early_copies = copier, early_copies
         self._num_layers = num_layers
         self._nbytes = source.record_nbytes
@@ -280,30 +281,11 @@ class SlotExperts:
 
     # ---- the rest of an ExpertSource ----------------------------------------------------------------------------
 
-    def fetch(
-        self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()
-    ) -> Iterator[tuple[int, Tensor]]:
-        yield from one_by_one(self.waves(layer, ids, guesses))
-
-    def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
-        return self.source.ahead(layer, ids)
-
     def sweep(self, layer: int, ids: Sequence[int], hold: int = 1) -> Iterator[tuple[int, Tensor]]:
         """Yield records in RAM, as they are for a CPU."""
         if self.listener is not None:
             self.listener.swept(layer, ids)
         return self.source.sweep(layer, ids, hold)
-
-    @property
-    def max_hold(self) -> int:
-        return self.source.max_hold
-
-    @property
-    def record_nbytes(self) -> int:
-        return self.source.record_nbytes
-
-    def pin(self) -> None:
-        self.source.pin()
 
     def kept_keys(self) -> list[ExpertKey]:
         """Return what VRAM keeps, the least used first."""
@@ -315,6 +297,3 @@ class SlotExperts:
             self.listener.forgot()
         self._make_books()
         self.source.forget()
-
-    def close(self) -> None:
-        self.source.close()
