@@ -10,7 +10,9 @@ from runtime.advisor.facts import Machine, RuleResult, Situation
 from runtime.advisor.kb import KnowledgeBase, age_days
 from runtime.advisor.money import prices_of
 from runtime.advisor.own_runs import compare
-from runtime.advisor.verdicts import Verdict, Walk, price_text
+from runtime.advisor.paths.cloud import price_text
+from runtime.advisor.paths.walk import walk
+from runtime.advisor.verdicts import Case, Verdict
 from runtime.quantities import rounded
 
 SCHEMA = 1
@@ -29,8 +31,8 @@ def advise(
     own_runs: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the advice as plain JSON values, sizes in bytes, numbers at six digits."""
-    walk = Walk(kb, model, variant, machine, situation, as_of, cache_bytes, own_runs)
-    verdicts = walk.run()
+    case = Case(kb, model, variant, machine, situation, as_of, cache_bytes, own_runs)
+    verdicts = walk(case)
     paths = [_path(kb, name, verdict) for name, verdict in verdicts.items()]
     runs = {r["id"]: r for r in [*kb.all("run"), *own_runs]}
     cited = sorted({v.run for v in verdicts.values() if v.run})
@@ -54,7 +56,7 @@ def advise(
         ],
         "paths": paths,
         "questions": list(dict.fromkeys(v.question for v in verdicts.values() if v.question)),
-        "calculations": walk.ledger.entries,
+        "calculations": case.ledger.entries,
         "evidence": [_evidence(runs[name]) for name in cited],
         "prices": prices(kb, as_of, situation, verdicts),
     }
