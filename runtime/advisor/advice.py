@@ -27,11 +27,16 @@ def advise(
     as_of: str,
     *,
     question: str | None = None,
+    heard: Mapping[str, Any] | None = None,
+    asked: Sequence[str] = (),
     cache_bytes: float | None = None,
     own_runs: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return the advice as plain JSON values, sizes in bytes, numbers at six digits."""
-    case = Case(kb, model, variant, machine, situation, as_of, cache_bytes, own_runs)
+    """Return the advice as plain JSON values, sizes in bytes, numbers at six digits.
+
+    heard: what was taken from the question; asked: cards that it names.
+    """
+    case = Case(kb, model, variant, machine, situation, as_of, cache_bytes, own_runs, asked=asked)
     verdicts = walk(case)
     paths = [_path(kb, name, verdict) for name, verdict in verdicts.items()]
     runs = {r["id"]: r for r in [*kb.all("run"), *own_runs]}
@@ -41,6 +46,7 @@ def advise(
         "kb_version": kb.version,
         "as_of": as_of,
         "question": question,
+        "heard": heard,
         "model": {"id": model["id"], "name": model["name"], "variant": variant["id"]},
         "machine": _machine(machine),
         "situation": situation.document(),
@@ -79,6 +85,9 @@ def prices(
                 {
                     "offer": p.offer["id"],
                     "item": product,
+                    "name": kb.get("gpu", product)["name"]
+                    if product.startswith("gpu-")
+                    else product,
                     "amount": p.offer["price"],
                     "currency": p.offer["currency"],
                     "region": p.offer["region"],
@@ -98,6 +107,7 @@ def prices(
                 {
                     "offer": cloud,
                     "item": document.get("model", document.get("gpu")),
+                    "name": document["name"],
                     "text": price_text(document, as_of),
                     "amount": document.get("price_out", document.get("price_hour")),
                     "currency": document["currency"],

@@ -137,9 +137,12 @@ def with_known(machine: Machine, known: Mapping[str, float | None]) -> Machine:
     return after
 
 
-def machine_from(kb: KnowledgeBase, given: Mapping[str, Any]) -> Machine:
+def machine_from(
+    kb: KnowledgeBase, given: Mapping[str, Any], base: Machine | None = None
+) -> Machine:
     """Return a machine described by names and sizes: gpu, cpu, ram, ram_bw, pcie_bw, drive (an interface), disk_bw,
-    disk_free, unified_memory, gpu_slots, psu_w. Sizes are bytes or texts with a unit.
+    disk_free, unified_memory, gpu_slots, psu_w. Sizes are bytes or texts with a unit. What is not given is as in
+    `base`, or not known.
 
     Raises UsageError naming the field that cannot be used.
     """
@@ -166,19 +169,24 @@ def machine_from(kb: KnowledgeBase, given: Mapping[str, Any]) -> Machine:
     machine = (
         machine_of(kb, str(given["system"]))
         if "system" in given
-        else Machine("the machine described")
+        else base or Machine("the machine described")
     )
     changes: dict[str, Any] = {}
     if "gpu" in given:
         names = given["gpu"] if isinstance(given["gpu"], list) else [given["gpu"]]
-        changes["gpus"] = tuple(_named(kb, "gpu", str(n)) for n in names)
+        gpus = tuple(_named(kb, "gpu", str(n)) for n in names)
+        if gpus != machine.gpus:
+            changes["gpus"] = gpus
     if "cpu" in given:
-        changes["cpu"] = _named(kb, "cpu", str(given["cpu"]))
+        cpu = _named(kb, "cpu", str(given["cpu"]))
+        if machine.cpu != cpu:
+            changes["cpu"] = cpu
     if "drive" in given:
         kinds = ("nvme-gen3", "nvme-gen4", "nvme-gen5", "sata", "hdd")
         if given["drive"] not in kinds:
             raise UsageError(f"hardware.drive is {given['drive']!r}", f"known: {', '.join(kinds)}")
-        changes["drives"] = ({"id": "drive-told", "interface": given["drive"]},)
+        if machine.drive is None or machine.drive["interface"] != given["drive"]:
+            changes["drives"] = ({"id": "drive-told", "interface": given["drive"]},)
     if changes:
         machine = replace(machine, system_id=None, calibrated_as=None, **changes)
     fields = {"ram": "ram_bytes", "unified_memory": "unified_memory_bytes"}

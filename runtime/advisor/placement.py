@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from runtime.advisor.facts import Machine, evaluate_rules
+from runtime.advisor.facts import HEADROOM, Machine, evaluate_rules
 from runtime.advisor.speeds import Speed
 from runtime.advisor.verdicts import Case, Verdict, rank
 from runtime.quantities import GIB_BYTES, format_value
 
 RAM_OVER_SET = 1.1
+HOW_FAST = (
+    "How fast are the drive and the link? (here, `python run.py stages=[doctor]` measures them)"
+)
 
 
 def stream_on(case: Case, machine: Machine) -> Verdict:
@@ -40,9 +43,7 @@ def stream_on(case: Case, machine: Machine) -> Verdict:
         is_unified=machine.unified_memory_bytes is not None,
     )
     rules = case.rules_of("nvme-expert-streaming", facts, "R07", "R08", "R12", "R13", "R23", "R19")
-    verdict = case.judge(
-        speed, rules, "how fast the drive and the link are", laws=("L04", "L13", "L14")
-    )
+    verdict = case.judge(speed, rules, HOW_FAST, laws=("L04", "L13", "L14"))
     return replace(verdict, extra={"disk_bytes": need, "cache_bytes": cache})
 
 
@@ -97,13 +98,11 @@ def offload_on(case: Case, machine: Machine) -> Verdict:
         )
     routed = case.speeds.routed_set()
     if routed is None or machine.ram_bytes is None:
-        return Verdict(
-            "maybe",
-            float(case.variant["file_bytes"]),
-            "B",
-            "maybe: the size of an expert or of RAM is not known",
-            laws=("L03",),
-        )
+        size, question = float(case.variant["file_bytes"]), "How much RAM is there?"
+        if routed is None:
+            question = "How large is one expert of the model?"
+        reason = f"maybe: {format_value(size, 'B')} of files; {question}"
+        return Verdict("maybe", size, "B", reason, laws=("L03",), question=question)
     need = routed[0] * RAM_OVER_SET + 8 * GIB_BYTES
     speed = case.speeds.from_ram(machine)
     resident, _ = case.speeds.resident(case.tokens, case.users, with_experts=False)
@@ -134,7 +133,7 @@ def offload_on(case: Case, machine: Machine) -> Verdict:
             speed=speed,
             extra={"short_bytes": short},
         )
-    return case.judge(speed, rules, "how fast RAM and the link are", laws=("L03", "L10", "L14"))
+    return case.judge(speed, rules, "How fast are RAM and the link?", laws=("L03", "L10", "L14"))
 
 
 def vram_on(case: Case, machine: Machine) -> Verdict | None:
@@ -144,9 +143,25 @@ def vram_on(case: Case, machine: Machine) -> Verdict | None:
     need, _ = case.speeds.resident(case.tokens, case.users, with_experts=True)
     kv = case.speeds.kv(case.tokens, 1)
     speed = case.speeds.in_vram(machine.gpu, machine, kv[0] if kv else 0)
-    facts = case.facts(machine, uses_gpu=True, resident_bytes=need)
+    cards = _cards_used(case, machine, need)
+    facts = case.facts(machine, uses_gpu=True, resident_bytes=need / cards)
     rules = evaluate_rules(case.kb, ["R01", "R06", "R07", "R12", "R23", "R19"], facts)
-    return case.judge(speed, rules, "how fast the card is", laws=("L08", "L16"))
+    verdict = case.judge(speed, rules, "How fast is the card's memory?", laws=("L08", "L16"))
+    if cards == 1:
+        return verdict
+    reason = f"{verdict.reason}; layers split over {cards} cards, which work in turn (L23)"
+    return replace(verdict, reason=reason, laws=(*verdict.laws, "L23"), extra={"cards": cards})
+
+
+def _cards_used(case: Case, machine: Machine, need: float) -> int:
+    """Return how many of the machine's cards are needed, by the smallest of them (L23); all when they are too few."""
+    if len(machine.gpus) < 2:
+        return 1
+    assert machine.gpu is not None
+    count, _ = case.ledger.compute(
+        "L23", need_bytes=need, vram_bytes=float(machine.gpu["vram_bytes"]), headroom=HEADROOM
+    )
+    return min(int(count), len(machine.gpus))
 
 
 def cpu_on(case: Case, machine: Machine) -> Verdict:
@@ -155,14 +170,16 @@ def cpu_on(case: Case, machine: Machine) -> Verdict:
     is_unified = machine.unified_memory_bytes is not None
     facts = case.facts(machine, is_unified=is_unified, total_bytes=need)
     rules = evaluate_rules(case.kb, ["R06", "R12", "R21", "R23", "R19"], facts)
-    room = math.inf if machine.ram_bytes is None else machine.ram_bytes - 8 * GIB_BYTES
+    ram = machine.ram_bytes
+    room = math.inf if ram is None else max(ram / 2, ram - 8 * GIB_BYTES)
     if need > room and not is_unified:
-        reason = f"no: {format_value(need - room, 'B')} short; L08 over RAM less 8 GiB"
+        left = "half of RAM" if ram is not None and room == ram / 2 else "RAM less 8 GiB"
+        reason = f"no: {format_value(need - room, 'B')} short; {format_value(need, 'B')} (L08) over {left}"
         return Verdict(
             "no", need - room, "B", reason, ">", 0.0, calc, rules=tuple(rules), laws=("L08",)
         )
     speed = case.speeds.unified(machine) if is_unified else case.speeds.on_cpu(machine)
-    return case.judge(speed, rules, "how fast the memory is", laws=("L08", "L10"))
+    return case.judge(speed, rules, "How fast is the memory?", laws=("L08", "L10"))
 
 
 def best_on(case: Case, machine: Machine) -> Verdict:

@@ -20,6 +20,7 @@ from runtime.advisor.kb import KnowledgeBase, is_date
 from runtime.advisor.ledger import Ledger
 from runtime.advisor.own_runs import read_own_runs
 from runtime.advisor.question import hear
+from runtime.advisor.question_hardware import hear_hardware, heard_of, machine_heard
 from runtime.advisor.speeds import Speeds
 from runtime.advisor.validator import MAX_NBYTES, MAX_ROUNDS, check_answer
 from runtime.errors import UserError
@@ -64,6 +65,7 @@ class Advice(BaseModel):
     kb_version: str
     as_of: str
     question: str | None
+    heard: dict[str, Any] | None
     model: dict[str, Any]
     machine: dict[str, Any] | None
     situation: dict[str, Any]
@@ -200,6 +202,9 @@ class Service:
             raise ServiceError(400, "which model? name one of list_entities kind=model", "model")
         document, found_variant = self._model(kb, model, variant)
         machine = self._machine(kb, hw, hardware)
+        parts = hear_hardware(kb, question) if question else None
+        if parts is not None and hardware is None:
+            machine = machine_heard(kb, parts, machine, is_named=hw is not None)
         told = {**(heard.situation if heard else {}), **(situation or {})}
         day = as_of or kb.as_of
         if not is_date(day):
@@ -207,7 +212,16 @@ class Service:
         parsed = _asked("situation", lambda: situation_of(kb, told))
         own = read_own_runs(kb, self._outputs) if self._outputs is not None else []
         found = advise(
-            kb, document, found_variant, machine, parsed, day, question=question, own_runs=own
+            kb,
+            document,
+            found_variant,
+            machine,
+            parsed,
+            day,
+            question=question,
+            heard=heard_of(kb, heard, parts),
+            asked=() if heard is None else heard.gpus,
+            own_runs=own,
         )
         return Advice(**{k: v for k, v in found.items() if k != "schema"})
 

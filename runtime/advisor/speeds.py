@@ -88,6 +88,10 @@ class Speeds:
             expert_bytes=self.variant["expert_bytes"],
         )
 
+    def token_bytes(self) -> tuple[float, str | None]:
+        """Return the bytes of weights that a token needs beside residents: routed ones (L04), all of a dense model."""
+        return self.routed_token() or (self.active_resident(), None)
+
     def kv(self, tokens: float, users: float) -> tuple[float, str] | None:
         """Return bytes of keys and values by the law of the model's kind; None when its shape is not known."""
         m = self.model

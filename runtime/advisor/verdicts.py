@@ -53,7 +53,10 @@ class Case:
         cache_bytes: float | None = None,
         own_runs: Sequence[Mapping[str, Any]] = (),
         ledger: Ledger | None = None,
+        asked: Sequence[str] = (),
     ) -> None:
+        """asked: cards that the question names, by id: what they would give is said in any case."""
+        self.asked = tuple(asked)
         self.kb, self.model, self.variant, self.machine = kb, model, variant, machine
         self.situation, self.as_of, self.cache_bytes, self.own_runs = (
             situation,
@@ -107,24 +110,22 @@ class Case:
         return dict(able[0] if able else self.kb.all("engine")[0])
 
     def judge(
-        self, speed: Speed | None, rules: Sequence[RuleResult], missing: str, *, laws: Sequence[str]
+        self, speed: Speed | None, rules: Sequence[RuleResult], asks: str, *, laws: Sequence[str]
     ) -> Verdict:
-        """Return the verdict of a way that costs nothing: rules first, then the speed's band against the speed wanted."""
+        """Return the verdict of a way that costs nothing: rules first, then the speed's band against the speed wanted.
+
+        asks: the question that stays open when no speed is known.
+        """
         blocked = [r for r in rules if r.is_("fail", "blocks")]
         open_rules = [r for r in rules if r.is_("unknown", "blocks", "unreliable")]
         doubts = [r for r in rules if r.is_("fail", "unreliable")]
         common: dict[str, Any] = {"rules": tuple(rules), "laws": tuple(laws), "speed": speed}
         if blocked:
-            return self._blocked(blocked[0], speed, common)
+            return self._blocked(blocked, speed, common)
         if speed is None:
-            return Verdict(
-                "maybe",
-                self.wanted,
-                "tok/s",
-                f"maybe: {self.wanted:g} tok/s are wanted, and {missing} is not known",
-                question=missing,
-                **common,
-            )
+            nbytes, calc = self.speeds.token_bytes()
+            said = f"maybe: {format_value(nbytes, 'B')} for each token; {asks}"
+            return Verdict("maybe", nbytes, "B", said, calc=calc, question=asks, **common)
         common |= {"calc": speed.calc, "run": speed.run, "op": ">=", "threshold": self.wanted}
         source = self._source(speed)
         if speed.hi < self.wanted:
@@ -142,7 +143,7 @@ class Case:
                 "maybe",
                 speed.mid,
                 "tok/s",
-                self._line("maybe", speed.mid, "~", f"{source}; {open_rules[0].id}: {question}"),
+                self._line("maybe", speed.mid, "", f"{source}; {open_rules[0].id}: {question}"),
                 question=question,
                 **common,
             )
@@ -153,7 +154,7 @@ class Case:
                 speed.mid,
                 "tok/s",
                 self._line(
-                    "maybe", speed.mid, "~", f"{source}; {doubts[0].id}: {rule['consequence']}"
+                    "maybe", speed.mid, "", f"{source}; {doubts[0].id}: {rule['consequence']}"
                 ),
                 question=rule.get("ask_if_unknown"),
                 **common,
@@ -164,7 +165,10 @@ class Case:
                 speed.mid,
                 "tok/s",
                 self._line(
-                    "maybe", speed.mid, "<=", f"{source}, an upper bound: arithmetic is not counted"
+                    "maybe",
+                    speed.mid,
+                    " at most",
+                    f"{source}, an upper bound: arithmetic is not counted",
                 ),
                 **common,
             )
@@ -174,7 +178,7 @@ class Case:
             )
         band = f"{source}; between {speed.lo:.3g} and {speed.hi:.3g}"
         return Verdict(
-            "maybe", speed.mid, "tok/s", self._line("maybe", speed.mid, "~", band), **common
+            "maybe", speed.mid, "tok/s", self._line("maybe", speed.mid, "", band), **common
         )
 
     def _source(self, speed: Speed) -> str:
@@ -182,14 +186,18 @@ class Case:
             return f"measured, {speed.run}"
         return next(str(e["law"]) for e in self.ledger.entries if e["ref"] == speed.calc)
 
-    def _line(self, verdict: str, number: float, op: str, source: str, change: str = "") -> str:
-        said = f"{verdict}: {number:.3g} tok/s {op} {self.wanted:g} tok/s; {source}"
-        return f"{said}; {change}" if change else said
+    def _line(self, verdict: str, number: float, op: str, source: str) -> str:
+        """Return a reason: `op` is < or >= where the number decides, else empty or what the number is."""
+        compared = f" {op} {self.wanted:g}" if op in ("<", ">=") else f"{op}, {self.wanted:g}"
+        return f"{verdict}: {number:.3g} tok/s{compared} tok/s wanted; {source}"
 
-    @staticmethod
-    def _blocked(result: RuleResult, speed: Speed | None, common: dict[str, Any]) -> Verdict:
-        rule = result.rule
+    def _blocked(
+        self, blocked: Sequence[RuleResult], speed: Speed | None, common: dict[str, Any]
+    ) -> Verdict:
+        result, rule = blocked[0], blocked[0].rule
         change = f"; {rule['workaround']} would change it" if "workaround" in rule else ""
+        if len(blocked) > 1:
+            change += f"; also {', '.join(r.id for r in blocked[1:])}"
         left, right = result.left, result.right
         is_size = (
             isinstance(left, float | int)
@@ -208,14 +216,24 @@ class Case:
                 0.0,
                 **common,
             )
-        number = speed.mid if speed is not None else 0.0
-        calc: dict[str, Any] = {"calc": speed.calc, "run": speed.run} if speed is not None else {}
+        if speed is None:
+            nbytes, calc = self.speeds.token_bytes()
+            said = f"no: {format_value(nbytes, 'B')} for each token"
+            return Verdict(
+                "no",
+                nbytes,
+                "B",
+                f"{said}; {result.id}: {rule['consequence']}{change}",
+                calc=calc,
+                **common,
+            )
         return Verdict(
             "no",
-            number,
+            speed.mid,
             "tok/s",
-            f"no: {number:.3g} tok/s at most on paper; {result.id}: {rule['consequence']}{change}",
-            **calc,
+            f"no: {speed.mid:.3g} tok/s on paper; {result.id}: {rule['consequence']}{change}",
+            calc=speed.calc,
+            run=speed.run,
             **common,
         )
 

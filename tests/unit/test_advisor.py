@@ -14,8 +14,10 @@ from runtime.advisor.advice import advise, to_json
 from runtime.advisor.facts import machine_from, machine_of, situation_of
 from runtime.advisor.local_model import model_from_folder
 from runtime.advisor.own_runs import read_own_runs
+from runtime.advisor.picture import draw
 from runtime.advisor.question import hear
-from runtime.advisor.render import draw, format_advice, to_markdown
+from runtime.advisor.question_hardware import hear_hardware, heard_of, machine_heard
+from runtime.advisor.render import format_advice, to_markdown
 from runtime.errors import UsageError
 from stages.advise import ROOT, wanted_machine, wanted_model
 
@@ -121,7 +123,7 @@ def test_the_worked_example():
         ("qwen", "rtx5060", "ynmmnmnnymmy"), ("qwen", "4070-32", "mmmmnmnnymmm"), ("qwen", "laptop", "mmmmnmnnmmmm"),
         ("qwen", "unified-36", "mmmnnnnnymmm"), ("qwen", "athlon-3060", "nnmnnmnnnmmn"),
         ("llama-70b", "rtx5060", "nmmmnmnnymmn"), ("llama-70b", "4070-32", "nmmmnmnnymmn"), ("llama-70b", "laptop", "nmmmnmnnmmmn"),
-        ("llama-70b", "unified-36", "nmmnnnnnymmn"), ("llama-70b", "athlon-3060", "nnmnnmnnnmmn"),
+        ("llama-70b", "unified-36", "nnmnnnnnymmn"), ("llama-70b", "athlon-3060", "nnmnnmnnnmmn"),
         ("llama-8b", "rtx5060", "ynmmnmnmnmmn"), ("llama-8b", "4070-32", "ynmmnmnmnmmn"), ("llama-8b", "laptop", "mmmmnmnmnmmn"),
         ("llama-8b", "unified-36", "ynmnnynynmmn"), ("llama-8b", "athlon-3060", "nnmnnmnnnmmn"),
     ],
@@ -137,6 +139,31 @@ def test_verdicts_of_four_models_on_five_machines(model, machine, wanted):
             p["verdict"] == "maybe"
         ):  # it names the missing fact, or the band that overlaps, or the bound
             assert p["question"] or "between" in p["reason"] or "upper bound" in p["reason"], p
+
+
+def test_what_is_printed_answers_first_and_repeats_no_number():
+    text = format_advice(ask("deepseek", "rtx5060"))
+    lines = text.splitlines()
+    assert lines[2].startswith("in short: it runs on what you have, 2.43 tok/s")
+    assert "2.43 tok/s  >= 1 tok/s wanted; measured, run-ds-09" in text
+    bound = format_advice(ask("llama-8b", "laptop"))
+    assert "8.22 tok/s  at most, 1 tok/s wanted; L10, an upper bound" in bound
+    unknown = format_advice(ask("deepseek", machine_from(base(), {"ram": "16 GiB"})))
+    assert "4.51 GB  for each token; How fast are the drive and the link?" in unknown
+    assert "in short: not on what you have; smaller-model" in format_advice(
+        ask("llama-70b", "rtx5060")
+    )
+    kb = base()
+    model = kb.find("model", "deepseek").document
+    question = "I have 2.000 € and no cloud, and a GTX 1080"
+    heard = heard_of(kb, hear(kb, question), hear_hardware(kb, question))
+    said = format_advice(advise(kb, model, model["variants"][0], None, situation_of(kb, {}), kb.as_of, heard=heard))  # fmt: skip
+    assert "heard in the question: budget = 2000, currency = EUR, cloud_allowed = no" in said
+    assert "not in the knowledge base, and left out: gtx 1080" in said
+    wrapped = format_advice(ask("deepseek", "rtx5060"), width=100)
+    table = wrapped.split("\n\n")[1]
+    assert max(map(len, table.splitlines())) <= 100
+    assert table.split() == text.split("\n\n")[1].split(), "the same words"
 
 
 def test_the_same_question_gives_the_same_bytes():
@@ -472,6 +499,78 @@ def test_a_ti_is_not_heard_as_the_plain_card():
     assert hear(base(), "I have an RTX 5060 Ti").gpus == ()
     assert hear(base(), "I have an RTX 5060.").gpus == ("gpu-rtx-5060",)
     assert hear(base(), "an RTX 5060 Laptop").gpus == ("gpu-rtx-5060-laptop",)
+
+
+@pytest.mark.parametrize(
+    ("question", "given", "unknown", "is_own"),
+    [
+        ("I have a laptop with 4 GB RAM and no graphics card.", {"ram": "4 GiB", "gpu": []}, (), True),
+        ("8x H200, 20 users at 32k context", {"gpu": ["gpu-h200"] * 8}, (), False),
+        ("Ich habe zwei RTX 4090, 64 GB Arbeitsspeicher und eine Festplatte", {"ram": "64 GiB", "gpu": ["gpu-rtx-4090"] * 2, "drive": "hdd"}, (), True),
+        ("У меня RTX 3060 и 32 ГБ ОЗУ", {"ram": "32 GiB", "gpu": ["gpu-rtx-3060"]}, (), True),
+        ("Would an RTX 5060 Ti with 16 GB VRAM do?", {}, ("rtx 5060 ti",), False),
+        ("my MacBook with 36 GB", {"ram": "36 GiB", "unified_memory": "36 GiB"}, (), True),
+        ("my PC: RAM 1.5 TB, a PCIe 5 SSD of 12,5 GB/s", {"ram": "1.5 TiB", "drive": "nvme-gen5", "disk_bw": "12.5 GB/s"}, (), True),
+        ("Does it run without a GPU?", {"gpu": []}, (), False),
+        ("I have 2.000 € and an hour a day", {}, (), True),
+    ],
+)  # fmt: skip
+def test_machines_in_plain_words(question, given, unknown, is_own):
+    heard = hear_hardware(base(), question)
+    assert heard.given == given
+    assert heard.unknown_cards == unknown
+    assert heard.is_own is is_own
+
+
+def test_the_machine_in_a_question_changes_the_one_that_was_named_only_if_it_is_one_s_own():
+    def machine(question, name, is_named):
+        heard = hear_hardware(base(), question)
+        return machine_heard(base(), heard, machine_of(base(), name), is_named)
+
+    assert machine("Would an RTX 4090 help?", "rtx5060", True).gpu["id"] == "gpu-rtx-5060"
+    mine = machine("I have an RTX 4090.", "rtx5060", True)
+    assert (mine.gpu["id"], mine.ram_bytes, mine.system_id) == ("gpu-rtx-4090", 31 * GIB, None)
+    same = machine("I have an RTX 5060 and an NVMe drive.", "rtx5060", True)
+    assert same.system_id == "system-s", "what was measured on it still holds"
+    other = machine("32 GB RAM and an RTX 3060", "rtx5060", False)
+    assert (other.ram_bytes, other.disk_bw) == (32 * GIB, None), "not the machine that this runs on"
+    assert machine("without a GPU", "laptop", False).ram_bytes == 16 * GIB
+
+
+def test_a_card_in_the_question_is_spoken_of_even_if_no_law_makes_it_faster():
+    kb, qwen = base(), base().find("model", "qwen").document
+    advice = advise(kb, qwen, qwen["variants"][0], machine_of(kb, "rtx5060"), situation_of(kb, {}), kb.as_of, asked=("gpu-rtx-4090",))  # fmt: skip
+    assert "GeForce RTX 4090 24 GB" in path(advice, "upgrade-existing")["reason"]
+    assert "RTX 4090" not in path(ask("qwen", "rtx5060"), "upgrade-existing")["reason"]
+
+
+def test_layers_are_split_over_cards_and_each_reads_its_own():
+    """llama-70b: 42.4 GB need two cards of 24 GiB, which read all of it at one card's rate."""
+    two = machine_from(base(), {"system": "rtx5060", "gpu": ["RTX 4090", "RTX 4090"]})
+    entry = path(ask("llama-70b", two), "keep-existing")
+    assert entry["verdict"] == "yes"
+    assert entry["number"]["value"] == pytest.approx(0.75 * 1008e9 / (39.684e9 + 8192 * 327680), rel=1e-3)  # fmt: skip
+    assert entry["details"]["cards"] == 2
+    one = machine_from(base(), {"system": "rtx5060", "gpu": "RTX 4090"})
+    assert path(ask("llama-70b", one), "keep-existing")["verdict"] == "no"
+    eight = machine_from(base(), {"gpu": ["H200"] * 8})
+    assert "that are there hold" in path(ask("deepseek", eight), "multi-gpu")["reason"]
+    small = machine_from(base(), {"system": "rtx5060", "gpu": ["RTX 4090", "RTX 3060"]})
+    assert path(ask("llama-70b", small), "keep-existing")["verdict"] == "no", "by the smallest card"
+
+
+def test_an_upgrade_that_makes_nothing_faster_is_none():
+    entry = path(ask("llama-8b", "laptop"), "upgrade-existing")
+    assert "no upgrade helps" in entry["reason"]
+    unified = path(ask("llama-70b", "unified-36"), "upgrade-existing")
+    assert (unified["verdict"], unified["number"]["unit"]) == ("no", "B")
+    told = machine_from(base(), {"ram": "16 GiB", "ram_bw": "40 GB/s"})
+    assert "what can be changed is not known" in path(ask("llama-70b", told), "upgrade-existing")["reason"]  # fmt: skip
+
+
+def test_a_reported_speed_below_the_wanted_one_is_no():
+    entry = path(ask("deepseek", "rtx5060", min_tok_s=20.0), "unified-memory")
+    assert (entry["verdict"], entry["number"]["value"]) == ("no", 10)
 
 
 def test_a_folder_that_the_base_does_not_know_is_measured():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +22,13 @@ def with_price(case: Case, verdict: Verdict, price: Price | None, what: str) -> 
     prefix = format_value(verdict.number, verdict.unit)
     if verdict.speed is not None and verdict.speed.is_bound:
         prefix += " at most"
+    elif verdict.unit == "B":
+        prefix += " for each token"
     if verdict.verdict == "no":
         return verdict
     if price is None or not price.is_valid or price.amount is None:
         said = "no dated price" if price is None else price.text()
-        question = "What does it cost today?"
+        question = f"What does {re.sub('^(with|on) ', '', what)} cost today?"
         return replace(
             verdict,
             verdict="maybe",
@@ -99,7 +102,8 @@ def used(case: Case) -> Verdict:
             best = verdict, used[0], ratio
     if best is None:
         question = "What does a fitting card cost used today?"
-        reason = f"maybe: {count} dated used offers of a card that fits; {question}"
+        said = f"{count} dated used offers, none" if count else "no dated used offer"
+        reason = f"maybe: {said} of a card that fits; {question}"
         return Verdict("maybe", float(count), "offer", reason, question=question, laws=("L08",))
     verdict, price, ratio = best
     if ratio > USED_SHARE:
@@ -218,6 +222,11 @@ def multi_gpu(case: Case) -> Verdict:
             2.0,
             **common,
         )
+    own = case.machine.gpus if case.machine else ()
+    room = len(own) * min((float(g["vram_bytes"]) for g in own), default=0.0) * (1 - HEADROOM)
+    if need <= room:
+        reason = f"no: {count:.0f} cards would do, and the {len(own)} that are there hold {format_value(need, 'B')}; L23"
+        return Verdict("no", count, "card", reason, "<=", float(len(own)), **common)
     said = f"{count:.0f} cards of {card['name']}, {watts:.0f} W"
     slots = case.machine.gpu_slots if case.machine else None
     if slots is not None and count > slots:
@@ -258,8 +267,14 @@ def unified(case: Case) -> Verdict:
         run = reported[0]
         value = run["value"]
         low, high = value if isinstance(value, list) else (value, value)
-        reason = f"maybe: {low:g} to {high:g} tok/s reported ({run['id']}, variant {run['variant']}, not {case.variant['id']}); no dated price"
         speed = Speed(float(low), (low + high) / 2, float(high), None, run["id"])
+        said = f"{low:g} to {high:g} tok/s reported ({run['id']}, variant {run['variant']}, not {case.variant['id']})"
+        if high < case.wanted:
+            reason = f"no: {said} < {case.wanted:g} tok/s wanted"
+            return Verdict(
+                "no", float(high), "tok/s", reason, "<", case.wanted, run=run["id"], speed=speed
+            )
+        reason = f"maybe: {said}; no dated price"
         return Verdict(
             "maybe",
             (low + high) / 2,

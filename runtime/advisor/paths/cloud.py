@@ -66,7 +66,8 @@ def api(case: Case) -> Verdict:
             f"; prices of {', '.join(sorted(set(family)))} are of another model" if family else ""
         )
         question = f"What does {case.model['name']} cost per million tokens today?"
-        reason = f"maybe: {len(offers)} prices of {case.model['name']}, none that counts{f' ({stale})' if stale else ''}{identity}; {question}"
+        said = f"{len(offers)} dated prices, none counts ({stale})" if stale else "no dated price"
+        reason = f"maybe: {said} of {case.model['name']}{identity}; {question}"
         return Verdict("maybe", 0.0, "offer", reason, question=question, laws=("L22",))
     offer = min(fresh, key=lambda c: float(c["price_out"]))
     money = offer["currency"]
@@ -143,12 +144,13 @@ def rent(case: Case) -> Verdict:
     fresh = [c for c in offers if not date_faults(c, case.as_of, case.situation["country"])]
     if not fresh:
         stale = "; ".join(price_text(c, case.as_of) for c in offers)
+        said = f"{len(offers)} dated prices, none counts ({stale})" if stale else "no dated price"
         question = "What does an hour cost, and how many hours a day do you need?"
         return Verdict(
             "maybe",
             0.0,
             "offer",
-            f"maybe: {len(offers)} prices to rent a card, none that counts{f' ({stale})' if stale else ''}; {question}",
+            f"maybe: {said} of a rented card; {question}",
             question=question,
             laws=("L17",),
         )

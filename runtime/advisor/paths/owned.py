@@ -10,7 +10,7 @@ from runtime.advisor.facts import Machine
 from runtime.advisor.money import prices_of
 from runtime.advisor.paths.bought import with_price
 from runtime.advisor.placement import best_on, cpu_on, offload_on, stream_on
-from runtime.advisor.verdicts import ORDER, Case, Verdict, rank
+from runtime.advisor.verdicts import Case, Verdict, rank
 from runtime.quantities import GIB_BYTES, format_value
 
 SMALL_ACTIVE = 8e9  # parameters that a CPU-only model reads a token, at most
@@ -46,10 +46,11 @@ def upgrade(case: Case) -> Verdict:
     money = case.situation.currency
     if keep.verdict == "yes":
         now = keep.speed.mid if keep.speed else 0.0
+        cards = {case.kb.get("gpu", g)["name"] for g in case.asked}
         said = ", ".join(
-            f"{what} {v.speed.mid:.3g} tok/s"
+            f"{what} {v.speed.mid:.3g} tok/s{'' if v.speed.mid > now else ' by the uncalibrated law'}"
             for what, v in options
-            if v.speed and v.speed.mid > now
+            if v.speed and (v.speed.mid > now or what in cards)
         )
         return Verdict(
             "no",
@@ -59,32 +60,35 @@ def upgrade(case: Case) -> Verdict:
             laws=("L13", "L14"),
             extra=extra,
         )
+    if keep.verdict == "maybe":
+        options = [option for option in options if rank(option[1]) < rank(keep)]
     if not options:
-        question = "which machine there is" if machine is None else "what can be changed about it"
-        return Verdict(
-            "maybe",
-            case.wanted,
-            "tok/s",
-            f"maybe: {case.wanted:g} tok/s are wanted; {question} is not known",
-            question=question,
-            laws=("L14",),
-        )
+        return _no_upgrade(keep, machine, extra)
     what, best = min(options, key=lambda option: rank(option[1]))
     price = best.price
     if best.verdict == "no":
-        number = best.speed.hi if best.speed else 0.0
+        _, _, detail = best.reason.partition(": ")
         return replace(
-            best,
-            number=number,
-            unit="tok/s",
-            op="<",
-            threshold=case.wanted,
-            calc=best.speed.calc if best.speed else None,
-            run=best.speed.run if best.speed else None,
-            reason=f"no: {number:.3g} tok/s at most with {what}; {best.reason.removeprefix('no: ')}",
-            extra=extra,
+            best, reason=f"no: {detail}; that is with {what}, the best there is", extra=extra
         )
     return with_price(case, replace(best, extra=extra), price, f"with {what}")
+
+
+def _no_upgrade(keep: Verdict, machine: Machine | None, extra: dict[str, Any]) -> Verdict:
+    """The machine stays what it is: nothing is known that can be changed about it, or nothing that helps."""
+    _, _, detail = keep.reason.partition(": ")
+    if machine is None:
+        return replace(keep, extra=extra)
+    is_fixed = machine.unified_memory_bytes is not None
+    is_known = is_fixed or (machine.gpu_slots is not None and machine.cpu is not None)
+    verdict = "no" if keep.verdict == "no" and is_known else "maybe"
+    said = "no upgrade helps" if is_known else "what can be changed is not known"
+    question = keep.question or (
+        None if is_known else "Which processor is it, which slots are free?"
+    )
+    return replace(
+        keep, verdict=verdict, reason=f"{verdict}: {said}; {detail}", question=question, extra=extra
+    )
 
 
 def _upgrades(case: Case, machine: Machine) -> list[tuple[str, Verdict]]:
@@ -94,10 +98,13 @@ def _upgrades(case: Case, machine: Machine) -> list[tuple[str, Verdict]]:
         more = machine.changed(ram_bytes=float(most))
         found.append((f"RAM to {most / GIB_BYTES:.0f} GiB", best_on(case, more)))
     drive = machine.drive
-    if drive is not None and str(drive.get("interface")).startswith("nvme") and case.speeds.is_moe:
+    is_soldered = machine.unified_memory_bytes is not None
+    if drive is None or is_soldered or not case.speeds.is_moe:
+        pass
+    elif str(drive.get("interface")).startswith("nvme"):
         more = machine.changed(drives=(*machine.drives, drive))
         found.append(("a second drive like this one", best_on(case, more)))
-    elif drive is not None and case.speeds.is_moe:
+    else:
         faster = {"id": "drive-new", "interface": "nvme-gen4", "read_bw_spec": 7e9}
         found.append(
             ("a Gen4 NVMe drive of 7 GB/s", best_on(case, machine.changed(drives=(faster,))))
@@ -248,9 +255,12 @@ def smaller(case: Case) -> Verdict:
             f"no: this base has no smaller model than {format_value(size, 'B')} for {case.tokens:.0f} tokens",
             laws=("L14",),
         )
-    # the largest that is fast enough keeps the most; among equals the fastest
-    model, variant, best = min(
-        found, key=lambda f: (ORDER[f[2].verdict], -float(f[1]["file_bytes"]))
+    # of those that do, the largest keeps the most; where none does, the one that comes closest
+    done = [f for f in found if f[2].verdict == "yes"]
+    model, variant, best = (
+        max(done, key=lambda f: float(f[1]["file_bytes"]))
+        if done
+        else min(found, key=lambda f: rank(f[2]))
     )
     share = float(variant["file_bytes"]) / float(case.variant["file_bytes"])
     extra = {
