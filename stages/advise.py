@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from runtime.advisor.facts import Machine, machine_of, situation_of, with_known
 from runtime.advisor.identity import find_variant
 from runtime.advisor.kb import KnowledgeBase, is_date
 from runtime.advisor.local_model import model_from_folder
-from runtime.advisor.own_runs import read_own_runs
+from runtime.advisor.own_runs import Here, read_own_runs
 from runtime.advisor.picture import draw
 from runtime.advisor.question import Heard, hear
 from runtime.advisor.question_hardware import hear_hardware, heard_of, machine_heard
@@ -41,6 +42,7 @@ def run(ctx: StageContext) -> None:
     machine = wanted_machine(kb, cfg, ctx.runner.root.parent)
     if hardware is not None:
         machine = machine_heard(kb, hardware, machine, is_named=is_machine_named(kb, cfg))
+    here = Here(platform.node(), _total_ram(), model)
     told = {k: v for k, v in asdict(cfg.advise.situation).items() if v is not None}
     situation = situation_of(kb, {**(heard.situation if heard else {}), **told})
     cache = None if cfg.cache.ram_gib is None else cfg.cache.ram_gib * GIB
@@ -55,7 +57,7 @@ def run(ctx: StageContext) -> None:
         heard=heard_of(kb, heard, hardware),
         asked=() if heard is None else heard.gpus,
         cache_bytes=cache,
-        own_runs=read_own_runs(kb, outputs_of(cfg)),
+        own_runs=read_own_runs(kb, outputs_of(cfg), here),
     )
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print(format_advice(advice, width), flush=True)
@@ -146,7 +148,14 @@ def wanted_machine(kb: KnowledgeBase, cfg: RunConfig, artifacts: Path) -> Machin
     if any(d.get("hw") == hw.name for d in kb.all("system")):
         return machine_of(kb, hw.name, **told)
     measured = read_record(artifacts)
-    found = Machine(f"this machine (hw={hw.name})", ram_bytes=_total_ram(), cpu=_this_cpu())
+    drive = {"id": "drive-here", "interface": measured.get("interface")}
+    found = Machine(
+        f"this machine (hw={hw.name})",
+        ram_bytes=_total_ram(),
+        cpu=_this_cpu(),
+        drives=({k: v for k, v in drive.items() if v},) if measured.get("drive_gib_s") else (),
+    )
+    is_as_it_is = all(value is None for value in told.values())
     for field, key in (
         ("disk_bw", "drive_gib_s"),
         ("pcie_bw", "pcie_gib_s"),
@@ -154,7 +163,14 @@ def wanted_machine(kb: KnowledgeBase, cfg: RunConfig, artifacts: Path) -> Machin
     ):
         if told.get(field) is None and measured.get(key):
             told[field] = float(measured[key]) * GIB
-    return with_known(found, told)
+    told["disk_free"] = float(_free(artifacts)) if found.drives else None
+    about = {"when": measured["when"], "unsteady": list(measured["unsteady"])} if measured else None
+    return replace(with_known(found, told), is_here=is_as_it_is, measured=about)
+
+
+def _free(folder: Path) -> int:
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 def _total_ram() -> float | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from runtime.advisor.facts import Machine, RuleResult, Situation
 from runtime.advisor.kb import KnowledgeBase, age_days
 from runtime.advisor.money import prices_of
-from runtime.advisor.own_runs import compare
+from runtime.advisor.own_runs import compare, compare_own
 from runtime.advisor.paths.cloud import price_text
 from runtime.advisor.paths.walk import walk
 from runtime.advisor.verdicts import Case, Verdict
@@ -36,6 +38,7 @@ def advise(
 
     heard: what was taken from the question; asked: cards that it names.
     """
+    situation = _fitted(situation, model)
     case = Case(kb, model, variant, machine, situation, as_of, cache_bytes, own_runs, asked=asked)
     verdicts = walk(case)
     paths = [_path(kb, name, verdict) for name, verdict in verdicts.items()]
@@ -64,10 +67,19 @@ def advise(
         "questions": list(dict.fromkeys(v.question for v in verdicts.values() if v.question)),
         "calculations": case.ledger.entries,
         "evidence": [_evidence(runs[name]) for name in cited],
+        "own_runs": compare_own(kb, model, variant, machine, own_runs),
         "prices": prices(kb, as_of, situation, verdicts),
     }
     cleaned: dict[str, Any] = clean(found)
     return cleaned
+
+
+def _fitted(situation: Situation, model: Mapping[str, Any]) -> Situation:
+    """Return the situation with an assumed context no longer than the model's window."""
+    most = float(model.get("ctx_max", math.inf))
+    if situation.status["context_tokens"] != "assumed" or situation["context_tokens"] <= most:
+        return situation
+    return replace(situation, values={**situation.values, "context_tokens": most})
 
 
 def prices(
@@ -180,6 +192,7 @@ def _machine(machine: Machine | None) -> dict[str, Any] | None:
         "disk_bw": machine.disk_bw,
         "is_disk_measured": machine.is_disk_measured,
         "unified_memory_bytes": machine.unified_memory_bytes,
+        "measured": machine.measured,
     }
 
 

@@ -30,7 +30,8 @@ def stream_on(case: Case, machine: Machine) -> Verdict:
         repack=case.variant.get("repack", 0),
         capacity=capacity,
     )
-    held = any(case.model["id"] in d.get("holds", ()) for d in machine.drives)
+    has_run = speed is not None and speed.run is not None
+    held = has_run or any(case.model["id"] in d.get("holds", ()) for d in machine.drives)
     facts = case.facts(
         machine,
         uses_gpu=machine.gpu is not None,
@@ -63,7 +64,7 @@ def _dense_on_disk(case: Case, machine: Machine) -> Verdict:
     top, calc = case.ledger.compute(
         "L12", disk_bw=machine.disk_bw, h=0, routed_bytes_per_token=weights
     )
-    reason = f"no: {top:.3g} tok/s at most; L12 with all weights for each token (R17: a dense model); a MoE model would change it"
+    reason = f"no: {format_value(top, 'tok/s')} at most; L12 with all weights for each token (R17: a dense model); a MoE model would change it"
     return Verdict(
         "no",
         top,

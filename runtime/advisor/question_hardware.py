@@ -155,4 +155,4 @@ def heard_of(
 
 
 def _is_nvme(drive: Mapping[str, Any] | None) -> bool:
-    return drive is not None and str(drive["interface"]).startswith("nvme")
+    return drive is not None and str(drive.get("interface")).startswith("nvme")

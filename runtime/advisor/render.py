@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.quantities import format_value
 
-REPORT_HEADER = ("run", "role", "law", "predicted", "measured", "error")
+REPORT_HEADER = ("run", "role", "law", "predicted", "measured", "error", "ceiling")
 
 
 def number_text(number: Mapping[str, Any]) -> str:
@@ -34,6 +34,8 @@ def format_advice(advice: Mapping[str, Any], width: int | None = None) -> str:
         if width is not None and len(start) + 30 < width:
             text = textwrap.fill(text, width, subsequent_indent=" " * len(start))
         lines.append(text)
+    if advice["own_runs"]:
+        lines += ["", "your benches:", *(f"  {own_line(row)}" for row in advice["own_runs"])]
     if advice["prices"]:
         lines += ["", "prices:"]
         lines += [f"  {price_line(p)}" for p in advice["prices"]]
@@ -65,6 +67,17 @@ def head_lines(advice: Mapping[str, Any]) -> list[str]:
             lines.append(
                 f"not in the knowledge base, and left out: {', '.join(heard['unknown_cards'])}"
             )
+    measured = machine["measured"] if machine else None
+    if measured:
+        rates = (
+            ("drive", machine["disk_bw"]),
+            ("link", machine["pcie_bw"]),
+            ("RAM", machine["ram_bw"]),
+        )
+        said = ", ".join(f"{name} {format_value(v, 'B/s')}" for name, v in rates if v)
+        unsteady = ", ".join(measured["unsteady"])
+        note = f" (not steady from run to run: {unsteady}; run it again)" if unsteady else ""
+        lines.append(f"measured here by stages=[doctor] on {measured['when'][:10]}: {said}{note}")
     if advice["assumptions"]:
         assumed = ", ".join(_assumed(a) for a in advice["assumptions"])
         lines.append(f"assumed, as it was not told: {assumed}")
@@ -110,6 +123,21 @@ def _assumed(a: Mapping[str, Any]) -> str:
     )
 
 
+def own_line(row: Mapping[str, Any]) -> str:
+    """Return one own bench beside what the laws say of it."""
+    low, high = row["measured"]
+    most = "at most " if row["role"] == "bound" else ""
+    said = (
+        f"{row['run']}: {low:.3g} to {high:.3g} tok/s measured; the laws say {most}{row['predicted']:.3g}, "
+        f"ceiling {row['ceiling']:.3g}"
+    )
+    if row["is_above_ceiling"]:
+        said += (
+            "; above the ceiling: the drive's rate is too low, measure again with stages=[doctor]"
+        )
+    return said
+
+
 def price_line(p: Mapping[str, Any]) -> str:
     """Return one offer with its day and age."""
     state = "" if p["counts"] else f"; does not count: {', '.join(p['why_not'])}"
@@ -130,6 +158,7 @@ def format_reports(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
                 f"{row['predicted']:.3g} {row['unit']}",
                 f"{measured} {row['unit']}",
                 f"{row['error']:+.1%}",
+                "" if row["ceiling"] is None else f"{row['ceiling']:.3g} {row['unit']}",
             )
         )
     return found
@@ -167,11 +196,12 @@ def to_markdown(advice: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
         lines.append(f"| {c['ref']} | {c['law']} | {inputs} | {result} |")
     lines += [
         "",
-        "## Published runs, predicted and measured",
+        "## Published runs and your own, predicted and measured",
         "",
         "| " + " | ".join(REPORT_HEADER) + " |",
-        "|---|---|---|---|---|---|",
+        "|" + "---|" * len(REPORT_HEADER),
     ]
-    lines += ["| " + " | ".join(cells) + " |" for cells in format_reports(rows)]
+    cells = format_reports([*rows, *advice["own_runs"]])
+    lines += ["| " + " | ".join(row) + " |" for row in cells]
     lines += ["", f"As of {advice['as_of']}, knowledge base {advice['kb_version']}."]
     return "\n".join(lines) + "\n"

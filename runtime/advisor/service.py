@@ -74,6 +74,7 @@ class Advice(BaseModel):
     questions: list[str]
     calculations: list[dict[str, Any]]
     evidence: list[dict[str, Any]]
+    own_runs: list[dict[str, Any]]
     prices: list[dict[str, Any]]
 
 

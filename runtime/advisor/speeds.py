@@ -309,9 +309,9 @@ class Speeds:
             "rest": parts["R"] * 1e3,
             "token": times[1][0] * 1e3,
         }
-        if not is_gpu:
-            return Speed(0.0, mid, hi, times[1][1], None, True, ceilings, milliseconds, hits[1])
-        speed = Speed(lo, mid, hi, times[1][1], None, False, ceilings, milliseconds, hits[1])
+        least = lo if is_gpu else 0.0  # a CPU's arithmetic is not counted
+        bound = not is_gpu
+        speed = Speed(least, mid, hi, times[1][1], None, bound, ceilings, milliseconds, hits[1])
         return self._with_run(self.measured(machine, placement, cache), speed)
 
     def calibration(self, machine: Machine) -> Mapping[str, Any] | None:
@@ -331,8 +331,10 @@ class Speeds:
         self, machine: Machine | None, placement: str, cache: float | None
     ) -> Mapping[str, Any] | None:
         """Return the run that replaces the law: of this project's engine if there is one, else the best."""
-        if machine is None or machine.system_id is None:
+        if machine is None or machine.runs_of is None:
             return None
+        routed = self.routed_set()
+        most = None if routed is None else routed[0]
         found = [
             run
             for run in self._runs
@@ -340,9 +342,9 @@ class Speeds:
             and run["evidence"] == "measured"
             and run.get("model") == self.model["id"]
             and run.get("variant") == self.variant["id"]
-            and run.get("system") == machine.system_id
+            and run.get("system") == machine.runs_of
             and run.get("placement") == placement
-            and _is_near(run.get("cache_bytes"), cache)
+            and _is_near(run.get("cache_bytes"), cache, most)
         ]
         return max(
             found,
@@ -375,7 +377,10 @@ def _range(run: Mapping[str, Any]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _is_near(run_cache: float | None, cache: float | None) -> bool:
+def _is_near(run_cache: float | None, cache: float | None, most: float | None) -> bool:
+    """Whether two caches are alike; neither holds more than all routed bytes."""
     if not run_cache or not cache:
         return not run_cache and not cache
+    if most is not None:
+        run_cache, cache = min(run_cache, most), min(cache, most)
     return abs(run_cache - cache) <= CACHE_TOLERANCE * cache

@@ -189,7 +189,7 @@ class Case:
     def _line(self, verdict: str, number: float, op: str, source: str) -> str:
         """Return a reason: `op` is < or >= where the number decides, else empty or what the number is."""
         compared = f" {op} {self.wanted:g}" if op in ("<", ">=") else f"{op}, {self.wanted:g}"
-        return f"{verdict}: {number:.3g} tok/s{compared} tok/s wanted; {source}"
+        return f"{verdict}: {format_value(number, 'tok/s')}{compared} tok/s wanted; {source}"
 
     def _blocked(
         self, blocked: Sequence[RuleResult], speed: Speed | None, common: dict[str, Any]
@@ -231,7 +231,7 @@ class Case:
             "no",
             speed.mid,
             "tok/s",
-            f"no: {speed.mid:.3g} tok/s on paper; {result.id}: {rule['consequence']}{change}",
+            f"no: {format_value(speed.mid, 'tok/s')} on paper; {result.id}: {rule['consequence']}{change}",
             calc=speed.calc,
             run=speed.run,
             **common,

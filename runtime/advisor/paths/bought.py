@@ -176,7 +176,7 @@ def single_gpu(case: Case) -> Verdict:
         in_card = replace(
             in_card,
             verdict="no",
-            reason=f"no: {in_card.number:.3g} tok/s; {blocked[0].id}: {blocked[0].rule['consequence']}",
+            reason=f"no: {format_value(in_card.number, 'tok/s')}; {blocked[0].id}: {blocked[0].rule['consequence']}",
         )
     in_card = replace(in_card, rules=(*in_card.rules, *rules))
     return with_price(

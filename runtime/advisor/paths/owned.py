@@ -48,7 +48,7 @@ def upgrade(case: Case) -> Verdict:
         now = keep.speed.mid if keep.speed else 0.0
         cards = {case.kb.get("gpu", g)["name"] for g in case.asked}
         said = ", ".join(
-            f"{what} {v.speed.mid:.3g} tok/s{'' if v.speed.mid > now else ' by the uncalibrated law'}"
+            f"{what} {'at most ' if v.speed.is_bound else ''}{format_value(v.speed.mid, 'tok/s')}{'' if v.speed.mid > now else ' by the uncalibrated law'}"
             for what, v in options
             if v.speed and (v.speed.mid > now or what in cards)
         )
