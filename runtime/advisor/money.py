@@ -9,6 +9,7 @@ from typing import Any
 from runtime.advisor.kb import KnowledgeBase, age_days
 
 VALID_DAYS = 90
+EVERYWHERE = "WW"  # a region
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def date_faults(offer: Mapping[str, Any], as_of: str, country: str | None) -> li
         faults.append(f"older than {valid} days")
     if age < 0:
         faults.append(f"dated after {as_of}")
-    if country is not None and offer["region"] != country:
+    if country is not None and offer["region"] not in (country, EVERYWHERE):
         faults.append(f"of {offer['region']}, not {country}")
     return faults
 

@@ -244,7 +244,9 @@ def test_the_kernel_check_passes_a_right_kernel_and_no_other(family, monkeypatch
 
 
 def test_a_rate_that_moved_since_the_last_time_is_said(tmp_path):
-    before = {"when": "2026-11-30T09:05:18Z", "host": platform.node(), "model": "tiny", "rates": {"drive_gib_s": 2.0, "ram_gib_s": 30.0}}  # fmt: skip
+    rates = {"drive_gib_s": 2.0, "ram_gib_s": 30.0}
+    before = {"when": "2026-11-30T09:05:18Z", "host": platform.node(), "model": "tiny"}
+    before["rates"] = rates
     (tmp_path / "doctor.json").write_text(json.dumps(before))
     report = Report(rates={"drive_gib_s": 1.5, "ram_gib_s": 31.0})
     assert doctor.check_steadiness(report, tmp_path, "tiny") == ["drive_gib_s"]

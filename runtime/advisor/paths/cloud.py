@@ -69,7 +69,8 @@ def api(case: Case) -> Verdict:
         said = f"{len(offers)} dated prices, none counts ({stale})" if stale else "no dated price"
         reason = f"maybe: {said} of {case.model['name']}{identity}; {question}"
         return Verdict("maybe", 0.0, "offer", reason, question=question, laws=("L22",))
-    offer = min(fresh, key=lambda c: float(c["price_out"]))
+    mine = case.situation.currency
+    offer = min(fresh, key=lambda c: (c["currency"] != mine, float(c["price_out"])))
     money = offer["currency"]
     tok_in, tok_out = case.situation["tokens_in_month"], case.situation["tokens_out_month"]
     local = _local_cost(case)
@@ -154,7 +155,8 @@ def rent(case: Case) -> Verdict:
             question=question,
             laws=("L17",),
         )
-    offer = min(fresh, key=lambda c: float(c["price_hour"]))
+    mine = case.situation.currency
+    offer = min(fresh, key=lambda c: (c["currency"] != mine, float(c["price_hour"])))
     money, hours = offer["currency"], case.situation["hours_day"]
     per_hour = float(offer["price_hour"])
     if hours is None:
