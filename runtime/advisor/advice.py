@@ -53,6 +53,7 @@ def advise(
         "model": {"id": model["id"], "name": model["name"], "variant": variant["id"]},
         "machine": _machine(machine),
         "situation": situation.document(),
+        "unverified": _unverified(kb, model, machine),
         "assumptions": [
             {
                 "key": key,
@@ -72,6 +73,16 @@ def advise(
     }
     cleaned: dict[str, Any] = clean(found)
     return cleaned
+
+
+def _unverified(kb: KnowledgeBase, model: Mapping[str, Any], machine: Machine | None) -> list[str]:
+    """Return the documents that the advice rests on and that nobody has looked up."""
+    used = [model]
+    if machine is not None:
+        used += [*machine.gpus, *machine.drives, *([machine.cpu] if machine.cpu else [])]
+        if machine.system_id is not None:
+            used.append(kb.get("system", machine.system_id))
+    return sorted({d["id"] for d in used if d.get("status") == "unverified"})
 
 
 def _fitted(situation: Situation, model: Mapping[str, Any]) -> Situation:

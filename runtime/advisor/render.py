@@ -78,6 +78,8 @@ def head_lines(advice: Mapping[str, Any]) -> list[str]:
         unsteady = ", ".join(measured["unsteady"])
         note = f" (not steady from run to run: {unsteady}; run it again)" if unsteady else ""
         lines.append(f"measured here by stages=[doctor] on {measured['when'][:10]}: {said}{note}")
+    if advice["unverified"]:
+        lines.append(f"data that nobody has looked up: {', '.join(advice['unverified'])}")
     if advice["assumptions"]:
         assumed = ", ".join(_assumed(a) for a in advice["assumptions"])
         lines.append(f"assumed, as it was not told: {assumed}")

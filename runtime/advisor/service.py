@@ -69,6 +69,7 @@ class Advice(BaseModel):
     model: dict[str, Any]
     machine: dict[str, Any] | None
     situation: dict[str, Any]
+    unverified: list[str]
     assumptions: list[dict[str, Any]]
     paths: list[dict[str, Any]]
     questions: list[str]

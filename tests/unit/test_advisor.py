@@ -166,6 +166,13 @@ def test_what_is_printed_answers_first_and_repeats_no_number():
     assert table.split() == text.split("\n\n")[1].split(), "the same words"
 
 
+def test_what_nobody_has_looked_up_is_said():
+    assert ask("deepseek", "rtx5060")["unverified"] == []
+    advice = ask("llama-70b", "laptop")
+    assert advice["unverified"] == ["cpu-core-i5-1135g7", "model-llama-3-3-70b", "system-laptop"]
+    assert "nobody has looked up: cpu-core-i5-1135g7, model-llama-3-3-70b" in format_advice(advice)
+
+
 def test_the_same_question_gives_the_same_bytes():
     one, two = (to_json(ask("qwen", "rtx5060", hours_day=3.0)) for _ in range(2))
     assert one == two
@@ -367,6 +374,17 @@ def test_used_hardware_by_the_share_of_the_new_price():
         assert path(ask("llama-8b", "4070-32", kb, **told), "used-hardware")["verdict"] == verdict
     old = with_documents("offer", offer(card, 2000), offer(card, 1000, "used", date="2026-01-01"))
     assert path(ask("llama-8b", "4070-32", old, **told), "used-hardware")["verdict"] == "maybe"
+
+
+@pytest.mark.parametrize(("budget", "verdict"), [(1000.0, "yes"), (920.0, "maybe"), (800.0, "no")])
+def test_a_tenth_over_the_budget_is_maybe_and_more_is_no(budget, verdict):
+    card = "gpu-rtx-4090"
+    kb = with_documents("offer", offer(card, 2000), offer(card, 1000, "used"))
+    told = {"country": "DE", "currency": "EUR", "budget": budget}
+    entry = path(ask("llama-8b", "4070-32", kb, **told), "used-hardware")
+    assert entry["verdict"] == verdict
+    if verdict == "no":
+        assert entry["number"] == {"value": 1000, "unit": "EUR"}
 
 
 def test_prices_carry_day_and_age_and_currencies_need_a_dated_rate():
