@@ -151,6 +151,8 @@ def vram_on(case: Case, machine: Machine) -> Verdict | None:
     if cards == 1:
         return verdict
     reason = f"{verdict.reason}; layers split over {cards} cards, which work in turn (L23)"
+    if len({g["id"] for g in machine.gpus}) > 1:
+        reason += f"; {machine.gpu['name']}, the smallest of them, bounds it"
     return replace(verdict, reason=reason, laws=(*verdict.laws, "L23"), extra={"cards": cards})
 
 

@@ -317,6 +317,10 @@ def test_own_against_rent():
     month = 0.60 * 3 * 30.44 - 0.145 * 3 * 30.44 * 0.25
     assert (entry["verdict"], entry["number"]["unit"]) == ("yes", "month")
     assert entry["number"]["value"] == pytest.approx(2400 / month, rel=1e-4)
+    for horizon, verdict in ((37.0, "yes"), (40.0, "maybe"), (60.0, "maybe"), (63.0, "no")):
+        told = {**situation, "hours_day": 3.0, "price_kwh": 0.25, "horizon_months": horizon}
+        found = path(ask("qwen", "rtx5060", kb, **told), "cloud-gpu-rent")
+        assert found["verdict"] == verdict, "46.6 months, a quarter around the horizon is maybe"
     soon = path(
         ask("qwen", "rtx5060", kb, hours_day=24.0, price_kwh=0.25, **situation), "cloud-gpu-rent"
     )
@@ -455,6 +459,18 @@ def test_a_cache_below_one_token_finds_nothing():
     assert path(advice, "nvme-expert-streaming")["run"] == "run-ds-07", "the run without a cache"
 
 
+@pytest.mark.parametrize(
+    ("cache", "run"), [(12e9, "run-ds-08"), (11.5e9, None), (20e9, "run-ds-09"), (21e9, None)]
+)
+def test_a_run_counts_for_caches_within_a_fifth(cache, run):
+    """There are runs with 14 and 16 GB."""
+    entry = path(
+        ask("deepseek", machine_of(base(), "rtx5060"), cache=cache), "nvme-expert-streaming"
+    )
+    assert entry["run"] == run
+    assert (entry["calc"] is None) == (run is not None)
+
+
 def test_no_speed_wanted_and_too_long_a_context():
     assert path(ask("deepseek", "rtx5060", min_tok_s=0.0), "keep-existing")["verdict"] == "yes"
     long = ask("Qwen3-30B-A3B", "rtx5060", context_tokens=100000.0)
@@ -589,6 +605,9 @@ def test_layers_are_split_over_cards_and_each_reads_its_own():
     assert "that are there hold" in path(ask("deepseek", eight), "multi-gpu")["reason"]
     small = machine_from(base(), {"system": "rtx5060", "gpu": ["RTX 4090", "RTX 3060"]})
     assert path(ask("llama-70b", small), "keep-existing")["verdict"] == "no", "by the smallest card"
+    pair = machine_from(base(), {"system": "rtx5060", "gpu": ["RTX 5090", "RTX 4090"]})
+    said = path(ask("llama-70b", pair), "keep-existing")["reason"]
+    assert "GeForce RTX 4090 24 GB, the smallest of them, bounds it" in said
 
 
 def test_an_upgrade_that_makes_nothing_faster_is_none():
