@@ -43,7 +43,9 @@ def stream_on(case: Case, machine: Machine) -> Verdict:
         has_run_here=held,
         is_unified=machine.unified_memory_bytes is not None,
     )
-    rules = case.rules_of("nvme-expert-streaming", facts, "R07", "R08", "R12", "R13", "R23", "R19")
+    rules = case.rules_of(
+        "nvme-expert-streaming", facts, "R07", "R08", "R12", "R13", "R11", "R23", "R19"
+    )
     verdict = case.judge(speed, rules, HOW_FAST, laws=("L04", "L13", "L14"))
     return replace(verdict, extra={"disk_bytes": need, "cache_bytes": cache})
 
@@ -114,7 +116,7 @@ def offload_on(case: Case, machine: Machine) -> Verdict:
         resident_bytes=resident,
         is_unified=machine.unified_memory_bytes is not None,
     )
-    rules = case.rules_of("cpu-ram-offload-moe", facts, "R01", "R07", "R12", "R23", "R19")
+    rules = case.rules_of("cpu-ram-offload-moe", facts, "R01", "R07", "R12", "R11", "R23", "R19")
     if machine.ram_bytes < need:
         short = need - machine.ram_bytes
         reason = (
@@ -146,7 +148,7 @@ def vram_on(case: Case, machine: Machine) -> Verdict | None:
     speed = case.speeds.in_vram(machine.gpu, machine, kv[0] if kv else 0)
     cards = _cards_used(case, machine, need)
     facts = case.facts(machine, uses_gpu=True, resident_bytes=need / cards)
-    rules = evaluate_rules(case.kb, ["R01", "R06", "R07", "R12", "R23", "R19"], facts)
+    rules = evaluate_rules(case.kb, ["R01", "R06", "R07", "R12", "R11", "R23", "R19"], facts)
     verdict = case.judge(speed, rules, "How fast is the card's memory?", laws=("L08", "L16"))
     if cards == 1:
         return verdict
@@ -172,7 +174,7 @@ def cpu_on(case: Case, machine: Machine) -> Verdict:
     need, calc = case.speeds.resident(case.tokens, case.users, with_experts=True)
     is_unified = machine.unified_memory_bytes is not None
     facts = case.facts(machine, is_unified=is_unified, total_bytes=need)
-    rules = evaluate_rules(case.kb, ["R06", "R12", "R21", "R23", "R19"], facts)
+    rules = evaluate_rules(case.kb, ["R06", "R12", "R21", "R11", "R23", "R19"], facts)
     ram = machine.ram_bytes
     room = math.inf if ram is None else max(ram / 2, ram - 8 * GIB_BYTES)
     if need > room and not is_unified:

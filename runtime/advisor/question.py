@@ -55,6 +55,7 @@ _COUNTRIES = {
     "united kingdom": "GB",
     "japan": "JP",
 }
+_MILLION = r"(?:m|mio\.?|million(?:s|en)?|млн)\b\s*(?:tok\w*|токен\w*)?"
 _NUMBERS = (  # (key, pattern, factor)
     (
         "min_tok_s",
@@ -77,6 +78,8 @@ _NUMBERS = (  # (key, pattern, factor)
     ("horizon_months", rf"{NUMBER}\s*(?:months|monate|месяц\w*)", 1.0),
     ("horizon_months", rf"{NUMBER}\s*(?:years?|jahre?|год\w*|лет)", 12.0),
     ("line_mbit", rf"{NUMBER}\s*mbit", 1.0),
+    ("tokens_in_month", rf"{NUMBER}\s*{_MILLION}\s*(?:in\b|rein\b|input|на вход)", 1e6),
+    ("tokens_out_month", rf"{NUMBER}\s*{_MILLION}\s*(?:out\b|raus\b|output|на выход)", 1e6),
 )
 _FLAGS = (
     (
@@ -84,6 +87,7 @@ _FLAGS = (
         r"no cloud|without (?:the |a )?cloud|not? (?:in|into|to) the cloud|offline|keine cloud|ohne cloud|без облак",
         False,
     ),
+    ("cloud_allowed", r"cloud (?:is|ist) (?:allowed|fine|ok|erlaubt)|облако можно", True),
     (
         "accepts_smaller",
         r"no smaller model|exactly this model|kein kleineres modell|только эт\w+ модель",

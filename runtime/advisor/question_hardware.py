@@ -68,7 +68,9 @@ class HeardHardware:
         """Return it in words: `RAM 4 GiB, no card`; empty when nothing was heard."""
         said = []
         for name, value in self.given.items():
-            if name == "gpu":
+            if name == "system":
+                said.append(str(kb.get("system", value)["name"]))
+            elif name == "gpu":
                 counts = {kb.get("gpu", g)["name"]: value.count(g) for g in value}
                 cards = [f"{n} x {g}" if n > 1 else g for g, n in counts.items()]
                 said.append(f"card {' and '.join(cards)}" if cards else "no card")
@@ -81,7 +83,12 @@ def hear_hardware(kb: KnowledgeBase, question: str) -> HeardHardware:
     """Return what a question says about a machine."""
     text = unicodedata.normalize("NFKC", question).lower()
     given: dict[str, Any] = {}
-    if (ram := next(filter(None, (pattern.search(text) for pattern in _RAM)), None)) is not None:
+    boxes = [
+        s for s in named(kb, "system", question) if "unified_memory_bytes" in kb.get("system", s)
+    ]
+    if len(boxes) == 1:  # its memory and rate are known
+        given["system"] = boxes[0]
+    elif (ram := next(filter(None, (pattern.search(text) for pattern in _RAM)), None)) is not None:
         given["ram"] = _size(ram[1], ram[2])
     elif _UNIFIED.search(text) and (size := re.search(_SIZE, text)):
         given["ram"] = given["unified_memory"] = _size(size[1], size[2])
@@ -130,7 +137,11 @@ def machine_heard(
     """
     if not heard.given or (base is not None and is_named and not heard.is_own):
         return base
-    start = None if not is_named and (heard.given.get("gpu") or "ram" in heard.given) else base
+    start = (
+        None
+        if not is_named and (heard.given.get("gpu") or heard.given.keys() & {"ram", "system"})
+        else base
+    )
     given = dict(heard.given)
     if start is not None and _is_nvme(start.drive) and given.get("drive") == "nvme-gen3":
         del given["drive"]  # `NVMe` alone says nothing new about it

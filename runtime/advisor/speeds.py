@@ -18,6 +18,7 @@ HIT_EXPONENT = (0.50, 0.32, 0.15)
 LAYER_S = (2.8e-3, 1.5e-3, 0.3e-3)
 OVERLAP = (1.0, 0.55, 0.2)
 DENSE_SHARE = (0.62, 0.75, 0.88)
+UNIFIED_MOE_SHARE = (0.45, 0.65, 0.88)  # of memory's rate: 0.48 was seen (run-ext-07)
 CACHE_TOLERANCE = 0.20
 OWN_ENGINE = "engine-nvmoe"
 
@@ -253,8 +254,20 @@ class Speeds:
         top = self.on_cpu(machine)
         if top is None:
             return None
-        lo, mid, hi = (share * top.hi for share in DENSE_SHARE)
-        return Speed(lo, mid, hi, top.calc, ceilings={"memory": top.hi})
+        assert machine.ram_bw is not None
+        routed = self.routed_token()
+        found = [
+            self.ledger.compute(
+                "L10",
+                ram_bw=share * machine.ram_bw,
+                h_vram=0,
+                routed_bytes_per_token=routed[0] if routed else 0,
+                cpu_resident_bytes=self.active_resident(),
+            )
+            for share in (UNIFIED_MOE_SHARE if routed else DENSE_SHARE)
+        ]
+        lo, mid, hi = (value for value, _ in found)
+        return Speed(lo, mid, hi, found[1][1], ceilings={"memory": top.hi})
 
     # ---- L14 and its parameters ----------------------------------------------------------------------------------
 

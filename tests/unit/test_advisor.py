@@ -471,6 +471,27 @@ def test_a_run_counts_for_caches_within_a_fifth(cache, run):
     assert (entry["calc"] is None) == (run is not None)
 
 
+@pytest.mark.parametrize(("wanted", "verdict"), [(46.0, "yes"), (50.0, "maybe"), (70.0, "no")])
+def test_a_band_around_the_speed_wanted_is_maybe(wanted, verdict):
+    """llama-8b in 8 GiB at 448 GB/s: between 46.3 and 65.8 tok/s by L16."""
+    entry = path(ask("llama-8b", "rtx5060", min_tok_s=wanted), "keep-existing")
+    assert entry["verdict"] == verdict
+    assert ("between 46.3 and 65.8" in entry["reason"]) == (verdict == "maybe")
+
+
+def test_a_data_sheet_s_rate_and_a_length_beyond_the_effective_one_are_doubts():
+    drive = {"id": "drive-x", "interface": "nvme-gen5", "read_bw_spec": 14e9, "free_bytes": 2e12}
+    machine = dataclasses.replace(machine_of(base(), "rtx5060"), drives=(drive,), system_id=None)
+    entry = path(ask("deepseek", machine), "nvme-expert-streaming")
+    assert (entry["verdict"], "R03: the speed rests on a data sheet" in entry["reason"]) == ("maybe", True)  # fmt: skip
+    measured = dataclasses.replace(machine, drives=({**drive, "read_bw_measured": 14e9},))
+    assert path(ask("deepseek", measured), "nvme-expert-streaming")["verdict"] == "yes"
+    card = machine_from(base(), {"system": "rtx5060", "gpu": "RTX PRO 6000"})
+    for tokens, verdict in ((400e3, "yes"), (700e3, "maybe"), (2e6, "no")):
+        entry = path(ask("Qwen2.5-7B-1M", card, context_tokens=tokens), "keep-existing")
+        assert entry["verdict"] == verdict, entry["reason"]
+
+
 def test_no_speed_wanted_and_too_long_a_context():
     assert path(ask("deepseek", "rtx5060", min_tok_s=0.0), "keep-existing")["verdict"] == "yes"
     long = ask("Qwen3-30B-A3B", "rtx5060", context_tokens=100000.0)
@@ -533,6 +554,9 @@ def test_units_of_a_situation_are_converted():
         ("I have $1,500 and want 10 tokens per second with 32k context for 2 years", {"budget": 1500.0, "currency": "USD", "min_tok_s": 10.0, "context_tokens": 32000.0, "horizon_months": 24.0}, ()),
         ("DeepSeek-V4-Flash or Llama 3.1 8B?", {}, ("model-deepseek-v4-flash", "model-llama-3-1-8b")),
         ("Хватит ли 2 000 евро и 3 часа в день?", {"budget": 2000.0, "currency": "EUR", "hours_day": 3.0}, ()),
+        ("10M tokens in and 2.5 million out a month, cloud is fine", {"tokens_in_month": 10e6, "tokens_out_month": 2.5e6, "cloud_allowed": True}, ()),
+        ("5 Mio Token rein, 1,5 Mio raus, Cloud ist erlaubt", {"tokens_in_month": 5e6, "tokens_out_month": 1.5e6, "cloud_allowed": True}, ()),
+        ("The cloud is not allowed", {}, ()),
         ("A line of 100 Mbit, 0.30 EUR/kWh", {"line_mbit": 100.0, "price_kwh": 0.3}, ()),
         ("Which computer?", {}, ()),
     ],
@@ -557,6 +581,8 @@ def test_a_ti_is_not_heard_as_the_plain_card():
         ("Ich habe zwei RTX 4090, 64 GB Arbeitsspeicher und eine Festplatte", {"ram": "64 GiB", "gpu": ["gpu-rtx-4090"] * 2, "drive": "hdd"}, (), True),
         ("У меня RTX 3060 и 32 ГБ ОЗУ", {"ram": "32 GiB", "gpu": ["gpu-rtx-3060"]}, (), True),
         ("Would an RTX 5060 Ti with 16 GB VRAM do?", {}, ("rtx 5060 ti",), False),
+        ("DGX Spark mit 128 GB, 4 Nutzer", {"system": "system-dgx-spark"}, (), False),
+        ("a laptop with an i5-1135G7 and 8 GB RAM", {"ram": "8 GiB", "cpu": "cpu-core-i5-1135g7"}, (), False),
         ("my MacBook with 36 GB", {"ram": "36 GiB", "unified_memory": "36 GiB"}, (), True),
         ("my PC: RAM 1.5 TB, a PCIe 5 SSD of 12,5 GB/s", {"ram": "1.5 TiB", "drive": "nvme-gen5", "disk_bw": "12.5 GB/s"}, (), True),
         ("Does it run without a GPU?", {"gpu": []}, (), False),
@@ -617,6 +643,20 @@ def test_an_upgrade_that_makes_nothing_faster_is_none():
     assert (unified["verdict"], unified["number"]["unit"]) == ("no", "B")
     told = machine_from(base(), {"ram": "16 GiB", "ram_bw": "40 GB/s"})
     assert "what can be changed is not known" in path(ask("llama-70b", told), "upgrade-existing")["reason"]  # fmt: skip
+
+
+def test_unified_memory_reaches_a_share_of_its_rate_and_less_with_experts():
+    """16.8 tok/s were measured with 7.88 GB a token at 273 GB/s; 2.7 with 70 GB of a dense model."""
+    qwen = base().find("model", "qwen").document
+    spark = machine_of(base(), "dgx-spark")
+    low, _, high = path(ask("qwen", spark), "unified-memory")["speed"]["tok_s"]
+    token = 48 * 10 * 2764800 + qwen["variants"][0]["active_resident_bytes"]
+    assert low == pytest.approx(0.45 * 273e9 / token, rel=1e-4)
+    assert low <= 16.8 <= high
+    dense = path(ask("llama-70b", spark), "unified-memory")
+    assert dense["number"]["value"] == pytest.approx(0.75 * 273 / 39.684, rel=1e-4)
+    calc = next(c for c in ask("llama-70b", spark)["calculations"] if c["ref"] == dense["calc"])
+    assert calc["result"]["value"] == dense["number"]["value"], "the number is what its law gives"
 
 
 def test_a_reported_speed_below_the_wanted_one_is_no():

@@ -35,6 +35,9 @@ RIGHT = [
     ("qwen", "rtx5060", "en", {"context_tokens": 32768.0, "users": 8.0}),
     ("llama-70b", "rtx5060", "en", {"min_tok_s": 10.0}),
     ("DeepSeek-V3", "rtx5060", "en", {"accepts_smaller": False}),
+    ("qwen", "dgx-spark", "en", {}),
+    ("llama-70b", "dgx-spark", "de", {"min_tok_s": 4.0}),
+    ("deepseek", "rtx5060", "en", {"currency": "USD", "cloud_allowed": True, "tokens_in_month": 10e6, "tokens_out_month": 2e6, "price_kwh": 0.3}),
 ]  # fmt: skip
 
 

@@ -268,7 +268,8 @@ def unified(case: Case) -> Verdict:
         value = run["value"]
         low, high = value if isinstance(value, list) else (value, value)
         speed = Speed(float(low), (low + high) / 2, float(high), None, run["id"])
-        said = f"{low:g} to {high:g} tok/s reported ({run['id']}, variant {run['variant']}, not {case.variant['id']})"
+        band = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        said = f"{band} tok/s reported ({run['id']}, variant {run['variant']}, not {case.variant['id']})"
         if high < case.wanted:
             reason = f"no: {said} < {case.wanted:g} tok/s wanted"
             return Verdict(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from runtime.advisor.facts import evaluate_rules
@@ -57,7 +57,6 @@ def api(case: Case) -> Verdict:
     ]
     fresh = [c for c in offers if not date_faults(c, case.as_of, case.situation["country"])]
     if not fresh:
-        stale = "; ".join(price_text(c, case.as_of) for c in offers)
         others = [
             c["model"] for c in case.kb.all("cloud") if c["kind"] == "api" and c not in offers
         ]
@@ -66,8 +65,8 @@ def api(case: Case) -> Verdict:
             f"; prices of {', '.join(sorted(set(family)))} are of another model" if family else ""
         )
         question = f"What does {case.model['name']} cost per million tokens today?"
-        said = f"{len(offers)} dated prices, none counts ({stale})" if stale else "no dated price"
-        reason = f"maybe: {said} of {case.model['name']}{identity}; {question}"
+        said = _uncounted(offers, case.model["name"], case.as_of)
+        reason = f"maybe: {said}{identity}; {question}"
         return Verdict("maybe", 0.0, "offer", reason, question=question, laws=("L22",))
     mine = case.situation.currency
     offer = min(fresh, key=lambda c: (c["currency"] != mine, float(c["price_out"])))
@@ -144,14 +143,13 @@ def rent(case: Case) -> Verdict:
     offers = [c for c in case.kb.all("cloud") if c["kind"] == "gpu-rent"]
     fresh = [c for c in offers if not date_faults(c, case.as_of, case.situation["country"])]
     if not fresh:
-        stale = "; ".join(price_text(c, case.as_of) for c in offers)
-        said = f"{len(offers)} dated prices, none counts ({stale})" if stale else "no dated price"
+        said = _uncounted(offers, "a rented card", case.as_of)
         question = "What does an hour cost, and how many hours a day do you need?"
         return Verdict(
             "maybe",
             0.0,
             "offer",
-            f"maybe: {said} of a rented card; {question}",
+            f"maybe: {said}; {question}",
             question=question,
             laws=("L17",),
         )
@@ -220,6 +218,14 @@ def rent(case: Case) -> Verdict:
         price=priced[0],
         question="May your texts leave your house?" if allowed is None else None,
     )
+
+
+def _uncounted(offers: Sequence[Mapping[str, Any]], what: str, as_of: str) -> str:
+    """Return which prices there are, when none of them counts today."""
+    if not offers:
+        return f"no dated price of {what}"
+    listed = "; ".join(price_text(o, as_of) for o in offers)
+    return f"no price of {what} that counts today ({listed})"
 
 
 def price_text(offer: Mapping[str, Any], as_of: str) -> str:
