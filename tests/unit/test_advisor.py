@@ -636,6 +636,16 @@ def test_layers_are_split_over_cards_and_each_reads_its_own():
     assert "GeForce RTX 4090 24 GB, the smallest of them, bounds it" in said
 
 
+@pytest.mark.parametrize(("ram", "verdict"), [("9.7 GB", "no"), ("12.1 GB", "maybe")])
+def test_a_small_model_takes_at_most_half_of_ram(ram, verdict):
+    """llama-8b: a file of 4.92 GB, 5.99 GB with keys and values."""
+    told = machine_from(base(), {"ram": ram, "ram_bw": "40 GB/s", "cpu": "Ryzen 5 7600"})
+    entry = path(ask("llama-8b", told), "cpu-only-small")
+    assert entry["verdict"] == verdict
+    if verdict == "no":
+        assert (entry["number"]["value"], entry["threshold"]["value"]) == (4.92e9, 4.85e9)
+
+
 def test_an_upgrade_that_makes_nothing_faster_is_none():
     entry = path(ask("llama-8b", "laptop"), "upgrade-existing")
     assert "no upgrade helps" in entry["reason"]
