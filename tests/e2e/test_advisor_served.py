@@ -52,7 +52,7 @@ def test_twelve_lines_without_torch_and_without_a_socket(tmp_path):
         if line.split()[1:2] and line.split()[1] in ("yes", "no", "maybe")
     ]
     assert len(lines) == 12
-    units = ("tok/s", "EUR", "offers", "GB", "cards")
+    units = ("tok/s", "EUR", "USD/Mtok", "offers", "GB", "cards")
     assert all(
         line.split()[3] in units and float(line.split()[2].replace(",", "")) >= 0 for line in lines
     )
