@@ -13,8 +13,10 @@ from typing import Any
 
 from runtime.advisor import identity
 from runtime.advisor.kb import KnowledgeBase
+from runtime.errors import UsageError
 from runtime.quantities import parse_number, parse_number_ways
 
+MAX_LENGTH = 4000  # characters of a question
 NUMBER = r"(\d[\d.,]*(?:[   ]\d{3})*)"
 _MONEY = {
     "€": "EUR",
@@ -106,7 +108,11 @@ class Heard:
 
 
 def hear(kb: KnowledgeBase, question: str) -> Heard:
-    """Return what a question says."""
+    """Return what a question says. Raises UsageError for one that is too long."""
+    if len(question) > MAX_LENGTH:
+        raise UsageError(
+            f"the question has {len(question)} characters", f"say it in at most {MAX_LENGTH}"
+        )
     text = unicodedata.normalize("NFKC", question).lower()
     found: dict[str, Any] = {}
     rest = text

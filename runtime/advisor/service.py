@@ -197,7 +197,7 @@ class Service:
     ) -> Advice:
         """Walk all twelve paths for a model on a machine. hw: a machine of the base; hardware: parts and sizes."""
         kb = self.kb
-        heard = hear(kb, question) if question else None
+        heard = _asked("question", lambda: hear(kb, question)) if question else None
         if model is None and heard is not None and len(heard.models) == 1:
             model = heard.models[0]
         if model is None:

@@ -567,6 +567,11 @@ def test_questions_in_plain_words(question, situation, models):
     assert heard.models == models
 
 
+def test_a_question_of_a_book_s_length_is_refused():
+    with pytest.raises(UsageError, match="has 4001 characters"):
+        hear(base(), "7" * 4001)
+
+
 def test_a_ti_is_not_heard_as_the_plain_card():
     assert hear(base(), "I have an RTX 5060 Ti").gpus == ()
     assert hear(base(), "I have an RTX 5060.").gpus == ("gpu-rtx-5060",)

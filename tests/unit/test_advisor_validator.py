@@ -409,6 +409,22 @@ def test_no_answer_breaks_the_validator(seed, noise):
     assert isinstance(found["ok"], bool)
 
 
+@pytest.mark.parametrize(
+    ("extra", "errors"),
+    [
+        (" ".join(f"{n}.57 tok/s" for n in range(20000, 31000)), 11000),  # each from nowhere
+        ("111 " * 40000, 0), ("1," * 80000, 0), ("x" * 160000, 0), ("http://" * 22000, 0),
+    ],
+    ids=["numbers", "groups", "commas", "one word", "addresses"],
+)  # fmt: skip
+def test_long_answers_take_no_more_than_linear_time(extra, errors):
+    """Each of these took minutes to hours where a pattern or a look-up was quadratic."""
+    block, prose = right()
+    found = check(block, f"{prose} {extra}")
+    codes = [e["code"] for e in found["errors"]]
+    assert (codes.count("E-UNIT"), codes.count("E-FORMAT")) == (errors, 0)
+
+
 def test_an_answer_that_is_too_large_is_not_read():
     found = check_answer(base(), "x" * (256 * 1024 + 1))
     assert [e["code"] for e in found["errors"]] == ["E-FORMAT"]
