@@ -37,14 +37,14 @@ def run(ctx: StageContext) -> None:
     cfg = ctx.cfg
     kb = knowledge.load()
     heard = hear(kb, cfg.advise.question) if cfg.advise.question else None
-    if heard is not None and cfg.advise.model is None and not heard.models:
+    hardware = hear_hardware(kb, cfg.advise.question) if cfg.advise.question else None
+    model, variant = wanted_model(kb, cfg, heard)
+    if heard is not None and model["id"].startswith("model-local-"):
         print(
             f"the question names no model of the base: this is about model={cfg.model.name}, "
             "advise.model= names another",
             file=sys.stderr,
         )
-    hardware = hear_hardware(kb, cfg.advise.question) if cfg.advise.question else None
-    model, variant = wanted_model(kb, cfg, heard)
     machine = wanted_machine(kb, cfg, ctx.runner.root.parent)
     if hardware is not None:
         machine = machine_heard(kb, hardware, machine, is_named=is_machine_named(kb, cfg))

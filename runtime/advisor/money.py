@@ -29,10 +29,13 @@ class Price:
     def text(self) -> str:
         """Return it for people, with its age."""
         o = self.offer
-        said = (
-            f"{o['price']:g} {o['currency']} ({o['region']}, {o['date']}, {self.age_days} days old)"
-        )
+        said = f"{o['price']:g} {o['currency']} ({place(o['region'])}, {o['date']}, {self.age_days} days old)"
         return said if self.is_valid else f"{said}: {'; '.join(self.faults)}"
+
+
+def place(region: str) -> str:
+    """Return a region in words."""
+    return "worldwide" if region == EVERYWHERE else region
 
 
 def price_of(

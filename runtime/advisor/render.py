@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from runtime.advisor.money import place
 from runtime.quantities import format_value
 
 REPORT_HEADER = ("run", "role", "law", "predicted", "measured", "error", "ceiling")
@@ -143,7 +144,7 @@ def own_line(row: Mapping[str, Any]) -> str:
 def price_line(p: Mapping[str, Any]) -> str:
     """Return one offer with its day and age."""
     state = "" if p["counts"] else f"; does not count: {', '.join(p['why_not'])}"
-    return f"{p['name']}, {p['condition']}: {p['amount']:g} {p['currency']} in {p['region']} on {p['date']}, {p['age_days']} days old{state}"
+    return f"{p['name']}, {p['condition']}: {p['amount']:g} {p['currency']} ({place(p['region'])}) on {p['date']}, {p['age_days']} days old{state}"
 
 
 def format_reports(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.advisor.facts import evaluate_rules
 from runtime.advisor.kb import age_days
-from runtime.advisor.money import date_faults, price_of
+from runtime.advisor.money import date_faults, place, price_of
 from runtime.advisor.verdicts import Case, Verdict
 
 
@@ -235,4 +235,4 @@ def price_text(offer: Mapping[str, Any], as_of: str) -> str:
         if offer["kind"] == "gpu-rent"
         else f"{offer['price_in']:g}/{offer['price_out']:g} {offer['currency']}/Mtok"
     )
-    return f"{what}, {offer['region']}, {offer['date']}, {age_days(offer['date'], as_of)} days old"
+    return f"{what}, {place(offer['region'])}, {offer['date']}, {age_days(offer['date'], as_of)} days old"
