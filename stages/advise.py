@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import RunConfig, Source
+from runtime import cgroups
 from runtime.advisor import kb as knowledge
 from runtime.advisor.advice import advise, reports, to_json
 from runtime.advisor.facts import Machine, machine_of, situation_of, with_known
@@ -135,10 +136,11 @@ def wanted_machine(kb: KnowledgeBase, cfg: RunConfig, artifacts: Path) -> Machin
 
 
 def _total_ram() -> float | None:
+    limits = [float(limit.nbytes) for limit in cgroups.memory_limits()]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemTotal:"):
-            return float(line.split()[1]) * 1024
-    return None
+            limits.append(float(line.split()[1]) * 1024)
+    return min(limits, default=None)
 
 
 def _this_cpu() -> dict[str, Any] | None:

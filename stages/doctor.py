@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from conf.schema import RunConfig, Source
-from runtime import cores, hardware
+from runtime import cgroups, cores, hardware
 from runtime.drives import (
     IN_MEMORY,
     DriveRate,
@@ -222,7 +222,7 @@ def check_cores(report: Report) -> None:
     slow = sum(core.is_efficiency for core in found)
     kinds = f"{len(found)} CPUs" + (f", {slow} of them efficiency cores" if slow else "")
     report.add("CPU", "cores", "ok", f"{kinds}; {cores.describe(cores.assign(found))}")
-    quota = hardware.cpu_quota()
+    quota = cgroups.cpu_quota()
     if quota is not None and quota < len(found):
         report.add(
             "CPU",

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from tiny_setup import make_runner
 
-from runtime import drives, hardware
+from runtime import cgroups, drives, hardware
 from runtime.drives import DriveRate, Mount
 from runtime.errors import UserError
 from runtime.units import GIB
@@ -156,7 +156,7 @@ def test_known_bad_software(monkeypatch, versions, capability, what, verdict):
 
 def test_swap_and_a_cpu_quota_are_warned_of(monkeypatch):
     monkeypatch.setattr(hardware, "swap_used_nbytes", lambda: 2 * GIB)
-    monkeypatch.setattr(hardware, "cpu_quota", lambda: 0.5)
+    monkeypatch.setattr(cgroups, "cpu_quota", lambda: 0.5)
     report = Report()
     doctor.check_memory(report, [])
     doctor.check_cores(report)
