@@ -43,6 +43,7 @@ NETWORK = (
 )
 IN_MEMORY = ("tmpfs", "ramfs")
 SYS_CACHESTAT = 451
+RAMP_S = 0.2  # not counted: a drive behind a rate limit gives more for a moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +198,17 @@ def random_records(files: Sequence[Path], record_nbytes: int, seed: int = 0) -> 
 
 
 def measure_rate(
-    files: Sequence[Path], record_nbytes: int, config: DriveConfig, duration_s: float
+    files: Sequence[Path],
+    record_nbytes: int,
+    config: DriveConfig,
+    duration_s: float,
+    ramp_s: float = RAMP_S,
 ) -> DriveRate:
-    """Read random records for `duration_s` with `config.window` in flight, each in `config.pieces`; no record twice in
-    a row. Raises what the reader raises.
+    """Read random records for about `duration_s` with `config.window` in flight, each in `config.pieces`; no record
+    twice in a row. Raises what the reader raises.
+
+    The clock starts when `ramp_s` have passed and at least one round is back, and runs from one arrival to another, whole rounds of `window` apart: what is half read when it starts stands
+    for what is half read when it stops, and records that arrive in bunches are counted by the bunch.
     """
     spans = random_records(files, record_nbytes)
     if not spans:
@@ -211,30 +219,41 @@ def measure_rate(
     reader = DirectReader(files, config)
     done: SimpleQueue[ReadJob] = SimpleQueue()
     each: list[float] = []
-    nbytes = in_second = 0
 
     def submit(number: int, row: int) -> None:
         span = spans[number % len(spans)]
         reader.submit(row, [span], arena.view(row), on_done=done.put)
 
-    try:
-        started = second = time.perf_counter()
-        for number in range(ahead):
-            submit(number, number)
-        for number in itertools.count(ahead):
+    def next_round(number: int) -> float:
+        """Take `window` arrivals, ask for as many anew, from `number` on; return when the last one came."""
+        for offset in range(config.window):
             job = done.get()
             if job.error is not None:
                 raise job.error
-            nbytes += arena.row_nbytes
-            in_second += arena.row_nbytes
-            now = time.perf_counter()
+            assert isinstance(job.key, int)
+            submit(number + offset, job.key)
+        return time.perf_counter()
+
+    round_nbytes = config.window * arena.row_nbytes
+    nbytes = in_second = 0
+    try:
+        for number in range(ahead):
+            submit(number, number)
+        opened = time.perf_counter()
+        started = second = 0.0
+        for number in itertools.count(ahead, config.window):
+            now = next_round(number)
+            if not started:
+                if now - opened >= ramp_s:
+                    started = second = now
+                continue
+            nbytes += round_nbytes
+            in_second += round_nbytes
             if now - second >= 1:
                 each.append(in_second / (now - second) / GIB)
                 second, in_second = now, 0
             if now - started >= duration_s:
                 break
-            assert isinstance(job.key, int)
-            submit(number, job.key)
         rate = nbytes / (now - started) / GIB
     finally:
         reader.close()
