@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = (
-    "synthetic", "download", "patch", "repack", "spot_check", "residents", "verify", "bench", "simulate", "chat",
+    "synthetic", "download", "patch", "repack", "checksums", "spot_check", "residents", "verify", "bench", "simulate", "chat",
     "serve", "plan", "doctor",
     "memory_ingest", "memory_ask", "memory_chat", "memory_list", "memory_stats", "memory_quote", "memory_verify",
     "memory_migrate", "memory_prune",
@@ -26,15 +26,16 @@ STAGES = (
 
 # stages that a family has no use for, or that know nothing of it yet
 NOT_FOR_FAMILY = {
+    "qwen": {
+        "checksums": "repack records them, in the pack",
+    },
     "deepseek": {
         "repack": "its experts are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",
-        "spot_check": "it compares a pack, and this family has none",
     },
     "dense": {
         "repack": "its layers are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",
-        "spot_check": "it compares a pack, and this family has none",
         "verify": "no references of it are recorded yet",
         "synthetic": "random bytes of it are not made yet",
     },
@@ -402,7 +403,7 @@ class PathsConfig:
 
 @dataclass
 class SpotCheckConfig:
-    """How much of the expert pack is compared with the checkpoint."""
+    """How many experts are read as an engine reads them, and compared."""
 
     experts: str = "64"  # how many random experts, or `all`
     seed: int = 0
@@ -577,6 +578,12 @@ class RunConfig:
         if isinstance(self.force, str):
             return [self.force]
         return list(self.force) if isinstance(self.force, list) else []
+
+    @property
+    def engine_stages(self) -> tuple[str, ...]:
+        """Stages that make what an engine opens; checksums where they are compared and no pack has its own."""
+        needs_checksums = self.cache.verify and "repack" not in self.model.setup
+        return (*self.model.setup, *(["checksums"] if needs_checksums else []))
 
     @property
     def is_forced(self) -> bool:

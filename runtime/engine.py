@@ -114,6 +114,7 @@ class EngineFiles:
     pack: Path | None = None  # of families whose experts are packed
     residents: Path | None = None  # of families whose other weights are written anew
     published: Path | None = None  # a release's own code, patched
+    checksums: Path | None = None  # of experts that lie inside released files; a pack has its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +244,7 @@ class Engine:
         for warning in plan.warnings:
             log.warning("%s", warning)
         vram_plan = _plan_vram(config, sizes, device, family.READS_IN_PLACE) if has_gpu else None
-        checksums = Checksums.open(layout) if config.cache.verify else None
+        checksums = Checksums.open(layout, files.checksums) if config.cache.verify else None
         reader = DirectReader(layout.files, config.hw.drive)
         experts: ExpertStreamer | SlotExperts | ResidentExperts
         if is_resident:

@@ -21,5 +21,5 @@ def run(ctx: StageContext) -> None:
 
 
 STAGE = Stage(
-    name="memory_chat", run=run, needs=lambda cfg: tuple(cfg.model.setup), is_endpoint=True
+    name="memory_chat", run=run, needs=lambda cfg: cfg.engine_stages, is_endpoint=True
 )
