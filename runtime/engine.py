@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -260,10 +260,17 @@ class Engine:
                 config.prefetch.experts,
                 ahead_rows,
                 checksums,
+                least_rows=spec.top_k + ahead_rows,
             )
         try:
             if vram_plan is not None:
                 experts.pin()
+                if isinstance(experts, ExpertStreamer):  # it may have found less room than planned
+                    plan = replace(
+                        plan,
+                        cache_rows=experts.cache.num_rows,
+                        sweep_rows=experts.max_hold,
+                    )
                 copier = CudaCopier(vram_plan.slots, experts.record_nbytes, device)
                 copies = config.prefetch.copy
                 experts = SlotExperts(
