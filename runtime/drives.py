@@ -198,17 +198,14 @@ def random_records(files: Sequence[Path], record_nbytes: int, seed: int = 0) -> 
 
 
 def measure_rate(
-    files: Sequence[Path],
-    record_nbytes: int,
-    config: DriveConfig,
-    duration_s: float,
-    ramp_s: float = RAMP_S,
+    files: Sequence[Path], record_nbytes: int, config: DriveConfig, duration_s: float
 ) -> DriveRate:
     """Read random records for about `duration_s` with `config.window` in flight, each in `config.pieces`; no record
     twice in a row. Raises what the reader raises.
 
-    The clock starts when `ramp_s` have passed and at least one round is back, and runs from one arrival to another, whole rounds of `window` apart: what is half read when it starts stands
-    for what is half read when it stops, and records that arrive in bunches are counted by the bunch.
+    The clock starts when a ramp is over and at least one round is back. It runs from one arrival to another, whole rounds
+    of `window` apart: what is half read when it starts stands for what is half read when it stops, and records that
+    arrive in bunches are counted by the bunch.
     """
     spans = random_records(files, record_nbytes)
     if not spans:
@@ -244,7 +241,7 @@ def measure_rate(
         for number in itertools.count(ahead, config.window):
             now = next_round(number)
             if not started:
-                if now - opened >= ramp_s:
+                if now - opened >= min(RAMP_S, duration_s / 4):
                     started = second = now
                 continue
             nbytes += round_nbytes

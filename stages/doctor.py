@@ -38,7 +38,7 @@ from runtime.drives import (
 )
 from runtime.engine import load_family
 from runtime.errors import UserError
-from runtime.experts.arena import HostArena
+from runtime.experts.arena import CUDA_REGISTRAR, PIN_HINT, HostArena, Registrar
 from runtime.forecast import Machine, tok_s, usable_cache
 from runtime.stats import Rates
 from runtime.units import GIB, MIB, format_nbytes
@@ -59,6 +59,7 @@ SLOW_GIB_S = 0.5  # a drive below this makes every large model crawl
 THROTTLED = 0.85  # of the first seconds' rate
 SETTING_SHARE = 0.9  # of the best setting's rate, below which another one is recommended
 MEMLOCK_UNLIMITED = resource.RLIM_INFINITY
+PIN_STEP_NBYTES = 64 * MIB
 FEW_FILES = 1024  # open at once: shards, threads and connections need some hundreds
 
 
@@ -96,11 +97,12 @@ def run(ctx: StageContext) -> None:
     check_limits(report, has_gpu)
     check_cores(report)
     check_memory(report, expert_files(runner))
+    sizes = None if spec is None else _sizes(cfg, spec, has_gpu)
     if has_gpu:
-        check_gpu(report, cfg, spec)
+        ram = None if sizes is None else plan_fit(cfg, sizes, has_gpu).ram
+        check_gpu(report, cfg, spec, GIB if ram is None else max(GIB, ram.cache_nbytes))
     else:
         report.add("GPU", "device", "ok", "none is used: the CPU computes")
-    sizes = None if spec is None else _sizes(cfg, spec, has_gpu)
     check_drives(report, cfg, runner, 4 * MIB if sizes is None else sizes.record_nbytes)
     if sizes is not None:
         check_fit(report, cfg, sizes, has_gpu)
@@ -262,8 +264,11 @@ def check_memory(report: Report, files: Sequence[Path]) -> None:
 # ---- GPU -------------------------------------------------------------------------------------------------------------
 
 
-def check_gpu(report: Report, cfg: RunConfig, spec: Any) -> None:
-    """The card, its link, and whether its expert kernel computes what plain torch does."""
+def check_gpu(report: Report, cfg: RunConfig, spec: Any, wanted_nbytes: int) -> None:
+    """The card, its link, and whether its expert kernel computes what plain torch does.
+
+    wanted_nbytes: of RAM that is to be pinned.
+    """
     name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     free, total = torch.cuda.mem_get_info()
     report.add(
@@ -276,21 +281,7 @@ def check_gpu(report: Report, cfg: RunConfig, spec: Any) -> None:
     if taken > 2 * GIB and cfg.hw.vram_gib is None:
         report.add("GPU", "memory taken", "warn", format_nbytes(taken), "end what else uses the card")  # fmt: skip
     check_link(report, torch.cuda.get_device_properties(0))
-    started = time.perf_counter()
-    arena = HostArena(1, GIB)
-    try:
-        arena.pin()
-        report.add("GPU", "pinning", "ok", f"{1 / (time.perf_counter() - started):.1f} GiB/s")
-    except UserError as error:
-        report.add(
-            "GPU",
-            "pinning",
-            "bad",
-            error.message,
-            "raise the limit on locked memory (ulimit -l unlimited; in a container --ulimit memlock=-1)",
-        )
-    finally:
-        arena.close()
+    check_pinning(report, wanted_nbytes)
     pcie, vram = hardware.measure_pcie_gib_s(), hardware.measure_vram_gib_s()
     report.rates |= {"pcie_gib_s": pcie, "vram_gib_s": vram}
     verdict = "ok" if pcie >= 5 else "warn"
@@ -307,6 +298,25 @@ def check_gpu(report: Report, cfg: RunConfig, spec: Any) -> None:
             f"relative error {error_found:.1e} against plain torch, at most {limit:.0e}",
             "" if good else "use hw=cpu, and report card, driver, torch and triton: answers of this GPU may be wrong",
         )  # fmt: skip
+
+
+def check_pinning(
+    report: Report, wanted_nbytes: int, registrar: Registrar = CUDA_REGISTRAR
+) -> None:
+    """How much RAM the system lets the GPU read in place, of what the expert cache wants, and how fast it is pinned."""
+    arena = HostArena(max(1, wanted_nbytes // PIN_STEP_NBYTES), PIN_STEP_NBYTES, registrar)
+    try:
+        started = time.perf_counter()
+        pinned = arena.pin_rows() * arena.row_nbytes
+        seconds = time.perf_counter() - started
+    finally:
+        arena.close()
+    report.rates["pinned_gib"] = pinned / GIB
+    enough = pinned == arena.nbytes
+    verdict = "ok" if enough else "warn" if pinned else "bad"
+    text = f"{format_nbytes(pinned)} of {format_nbytes(arena.nbytes)} for experts"
+    rate = f" at {pinned / seconds / GIB:.1f} GiB/s" if pinned else ""
+    report.add("GPU", "pinning", verdict, text + rate, "" if enough else f"the cache shrinks to it: {PIN_HINT}")  # fmt: skip
 
 
 def check_link(report: Report, card: Any, root: Path = Path("/sys/bus/pci/devices")) -> None:

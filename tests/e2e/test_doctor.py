@@ -164,6 +164,34 @@ def test_swap_and_a_cpu_quota_are_warned_of(monkeypatch):
     assert rows(report)["CPU: container"][0] == "warn"
 
 
+@pytest.mark.parametrize(
+    ("granted", "verdict", "said"),
+    [(2**40, "ok", "256.00 MiB of 256.00 MiB"), (130 * 2**20, "warn", "64.00 MiB of 256.00 MiB"), (1, "bad", "0 B of")],
+)  # fmt: skip
+def test_how_much_may_be_pinned(granted, verdict, said):
+    class System:
+        used = 0
+
+        def register(self, _address: int, nbytes: int) -> bool:
+            if System.used + nbytes > granted:
+                return False
+            System.used += nbytes
+            return True
+
+        def unregister(self, _address: int) -> None:
+            """Nothing to undo."""
+
+        def check(self) -> None:
+            """All is well."""
+
+    System.used = 0
+    report = Report()
+    doctor.check_pinning(report, 256 * 2**20, System())
+    (found,) = report.findings
+    assert (found.verdict, said in found.value) == (verdict, True)
+    assert ("shrinks" in found.advice) == (verdict != "ok")
+
+
 def test_a_narrow_link_of_the_card(tmp_path):
     class Card:
         pci_domain_id, pci_bus_id, pci_device_id = 0, 1, 0
