@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = (
-    "synthetic", "download", "patch", "repack", "checksums", "spot_check", "residents", "verify", "bench", "simulate", "chat",
-    "serve", "plan", "doctor",
+    "synthetic", "download", "patch", "repack", "checksums", "spot_check", "residents", "verify", "bench",
+    "simulate", "chat", "serve", "plan", "doctor",
     "memory_ingest", "memory_ask", "memory_chat", "memory_list", "memory_stats", "memory_quote", "memory_verify",
     "memory_migrate", "memory_prune",
     "advise", "advise_check", "advise_serve",

@@ -61,7 +61,7 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
 
 def _group_paths(root: Path) -> dict[str, str]:
     """Return controller -> this process's group; the one of v2 under ''."""
-    found = {}
+    found: dict[str, str] = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         found |= dict.fromkeys(controllers.split(","), path)

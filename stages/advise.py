@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -21,9 +22,11 @@ from runtime.advisor.question import Heard, hear
 from runtime.advisor.render import draw, format_advice, to_markdown
 from runtime.errors import UsageError
 from runtime.units import GIB
-from stages.core import Stage, StageContext
+from stages.core import Runner, Stage, StageContext
 from stages.doctor_record import read_record
 from stages.files import write_atomically
+
+log = logging.getLogger("stages")
 
 JSON_NAME, TEXT_NAME, PLOT_NAME = "advice.json", "advice.md", "advice.png"
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +38,7 @@ def run(ctx: StageContext) -> None:
     kb = knowledge.load()
     heard = hear(kb, cfg.advise.question) if cfg.advise.question else None
     model, variant = wanted_model(kb, cfg, heard)
-    machine = wanted_machine(kb, cfg, ctx.runner.root.parent)
+    machine = wanted_machine(kb, cfg, ctx.runner)
     told = {k: v for k, v in asdict(cfg.advise.situation).items() if v is not None}
     situation = situation_of(kb, {**(heard.situation if heard else {}), **told})
     cache = None if cfg.cache.ram_gib is None else cfg.cache.ram_gib * GIB
@@ -111,7 +114,7 @@ def wanted_model(
     return match.document, variant
 
 
-def wanted_machine(kb: KnowledgeBase, cfg: RunConfig, artifacts: Path) -> Machine | None:
+def wanted_machine(kb: KnowledgeBase, cfg: RunConfig, runner: Runner) -> Machine | None:
     """Return the machine: advise.system, else the one of hw=, else this one as far as files tell."""
     hw = cfg.hw
     if cfg.advise.system is not None:
@@ -123,24 +126,25 @@ def wanted_machine(kb: KnowledgeBase, cfg: RunConfig, artifacts: Path) -> Machin
     }
     if any(d.get("hw") == hw.name for d in kb.all("system")):
         return machine_of(kb, hw.name, **told)
-    measured = read_record(artifacts)
+    record = read_record(runner)
+    for note in record.notes:
+        log.warning("advise: %s", note)
     found = Machine(f"this machine (hw={hw.name})", ram_bytes=_total_ram(), cpu=_this_cpu())
     for field, key in (
         ("disk_bw", "drive_gib_s"),
         ("pcie_bw", "pcie_gib_s"),
         ("ram_bw", "ram_gib_s"),
     ):
-        if told.get(field) is None and measured.get(key):
-            told[field] = float(measured[key]) * GIB
+        if told.get(field) is None and record.rates.get(key):
+            told[field] = record.rates[key] * GIB
     return with_known(found, told)
 
 
 def _total_ram() -> float | None:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    here = [1024 * float(line.split()[1]) for line in lines if line.startswith("MemTotal:")]
     limits = [float(limit.nbytes) for limit in cgroups.memory_limits()]
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal:"):
-            limits.append(float(line.split()[1]) * 1024)
-    return min(limits, default=None)
+    return min([*here, *limits], default=None)
 
 
 def _this_cpu() -> dict[str, Any] | None:

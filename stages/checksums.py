@@ -98,6 +98,4 @@ def disk_nbytes(cfg: RunConfig, inputs: Mapping[str, Output]) -> int:
     return CHECKSUM_NBYTES * len(all_runs(layout_of(cfg, snapshot_of(inputs["download"]))))
 
 
-STAGE = Stage(
-    name="checksums", run=run, needs=lambda _cfg: ("download",), disk_nbytes=disk_nbytes
-)
+STAGE = Stage(name="checksums", run=run, needs=lambda _cfg: ("download",), disk_nbytes=disk_nbytes)

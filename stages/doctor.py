@@ -27,12 +27,9 @@ import torch
 from conf.schema import RunConfig, Source
 from runtime import cgroups, cores, hardware
 from runtime.drives import (
-    IN_MEMORY,
     DriveRate,
-    Mount,
     allows_direct_reads,
     cached_nbytes,
-    find_mount,
     measure_grid,
     measure_rate,
 )
@@ -40,12 +37,23 @@ from runtime.engine import load_family
 from runtime.errors import UserError
 from runtime.experts.arena import CUDA_REGISTRAR, PIN_HINT, HostArena, Registrar
 from runtime.forecast import Machine, tok_s, usable_cache
+from runtime.mounts import IN_MEMORY, Mount, find_mount
 from runtime.stats import Rates
 from runtime.units import GIB, MIB, format_nbytes
 from stages.core import DISK_MARGIN_NBYTES, Runner, Stage, StageContext
-from stages.doctor_record import RECORD_NAME
-from stages.download import hub_cache, planned_spec, snapshot_of
+from stages.doctor_record import (
+    DRIVE_RATES,
+    RECORD_NAME,
+    drive_identity,
+    expert_files,
+    expert_folder,
+    machine_identity,
+    merged_drives,
+    read_record,
+)
+from stages.download import planned_spec, snapshot_of
 from stages.files import write_atomically
+from stages.hub import hub_cache
 from stages.plan import plan_fit
 
 log = logging.getLogger("stages")
@@ -103,11 +111,12 @@ def run(ctx: StageContext) -> None:
         check_gpu(report, cfg, spec, GIB if ram is None else max(GIB, ram.cache_nbytes))
     else:
         report.add("GPU", "device", "ok", "none is used: the CPU computes")
-    check_drives(report, cfg, runner, 4 * MIB if sizes is None else sizes.record_nbytes)
+    record_nbytes = 4 * MIB if sizes is None else sizes.record_nbytes
+    check_drives(report, cfg, runner, record_nbytes)
     if sizes is not None:
         check_fit(report, cfg, sizes, has_gpu)
     print(format_table(report.findings))
-    _save(ctx, report)
+    _save(ctx, report, record_nbytes)
     bad = [f"{f.area}: {f.what}" for f in report.findings if f.verdict == "bad"]
     if bad:
         raise UserError(
@@ -316,7 +325,8 @@ def check_pinning(
     verdict = "ok" if enough else "warn" if pinned else "bad"
     text = f"{format_nbytes(pinned)} of {format_nbytes(arena.nbytes)} for experts"
     rate = f" at {pinned / seconds / GIB:.1f} GiB/s" if pinned else ""
-    report.add("GPU", "pinning", verdict, text + rate, "" if enough else f"the cache shrinks to it: {PIN_HINT}")  # fmt: skip
+    advice = "" if enough else f"the cache shrinks to it: {PIN_HINT}"
+    report.add("GPU", "pinning", verdict, text + rate, advice)
 
 
 def check_link(report: Report, card: Any, root: Path = Path("/sys/bus/pci/devices")) -> None:
@@ -342,30 +352,11 @@ def check_link(report: Report, card: Any, root: Path = Path("/sys/bus/pci/device
 # ---- drives ----------------------------------------------------------------------------------------------------------
 
 
-def expert_files(runner: Runner) -> list[Path]:
-    """Return the files in which this model's experts are read, as far as they are made."""
-    pack, download = (
-        runner.find(n) if n in runner.cfg.model.setup else None for n in ("repack", "download")
-    )
-    if pack is not None:
-        return [pack.root / "experts.bin"]
-    if download is not None and "repack" not in runner.cfg.model.setup:
-        return sorted(snapshot_of(download).glob("*.safetensors"))
-    return []
-
-
 def check_drives(report: Report, cfg: RunConfig, runner: Runner, record_nbytes: int) -> None:
     """Where artifacts and hub files lie; the rates are of the folder that the experts are read from."""
-    from_hub = cfg.model.source is Source.hub
-    in_place = "repack" not in cfg.model.setup
-    files = expert_files(runner)
-    folder = (
-        files[0].resolve().parent
-        if files
-        else (hub_cache(cfg).root if from_hub and in_place else runner.root)
-    )
+    files, folder = expert_files(runner), expert_folder(runner)
     places = {"experts": folder, "artifacts": runner.root}
-    if from_hub:
+    if cfg.model.source is Source.hub:
         places["hub cache"] = hub_cache(cfg).root
     for what, place in places.items():
         check_place(report, what, place, find_mount(place), is_read=what == "experts")
@@ -542,18 +533,33 @@ def format_table(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _save(ctx: StageContext, report: Report) -> None:
-    """Leave the record for `plan`, and all numbers in the run's folder."""
+def _save(ctx: StageContext, report: Report, record_nbytes: int) -> None:
+    """Leave the record for `plan` and `advise`, and all numbers in the run's folder."""
+    path = ctx.runner.root.parent / RECORD_NAME
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    drive: dict[str, Any] | None = None
+    if "drive_gib_s" in report.rates:
+        folder = expert_folder(ctx.runner)
+        drive = {
+            "identity": drive_identity(find_mount(folder)),
+            "folder": str(folder),
+            "record_nbytes": record_nbytes,
+            "when": when,
+            **{name: report.rates[name] for name in DRIVE_RATES if name in report.rates},
+        }
     record = {
-        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "when": when,
         "host": platform.node(),
+        "machine": machine_identity(),
         "model": ctx.cfg.model.name,
-        "rates": report.rates,
+        # a run without the GPU knows nothing of its link, an earlier one did
+        "rates": {**read_record(ctx.runner).rates, **report.rates},
+        "drives": merged_drives(path, drive),
         "findings": [asdict(finding) for finding in report.findings],
         "drive_grid": [asdict(rate) for rate in report.grid],
     }
     text = json.dumps(record, indent=1) + "\n"
-    write_atomically(ctx.runner.root.parent / RECORD_NAME, text)
+    write_atomically(path, text)
     if ctx.runner.run_dir is not None:
         write_atomically(ctx.runner.run_dir / RECORD_NAME, text)
 

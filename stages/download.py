@@ -31,6 +31,7 @@ from stages.hub import (
     HubCache,
     Listing,
     UnreachableError,
+    hub_cache,
     is_weights,
     matching,
     needed_shards,
@@ -167,12 +168,6 @@ def _wanted(root: Path, patterns: Sequence[str], made: Sequence[Path] | None) ->
 
 
 # ---- from the hub ----------------------------------------------------------------------------------------------------
-
-
-def hub_cache(cfg: RunConfig) -> HubCache:
-    """Return the place in the hub cache of this model's repository."""
-    root = None if cfg.paths.hub is None else absolute(cfg.paths.hub)
-    return HubCache(root, cfg.model.repo or "")
 
 
 def expected_nbytes(cfg: RunConfig) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from conf.schema import Arithmetic, RunConfig
-from runtime.drives import IN_MEMORY, find_mount
 from runtime.engine import Engine, EngineFiles
 from runtime.errors import VerificationError
 from runtime.models.deepseek_backends import resolve_arithmetic
+from runtime.mounts import IN_MEMORY, find_mount
 from stages.core import Output, Runner
 from stages.download import snapshot_of
 

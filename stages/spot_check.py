@@ -40,7 +40,9 @@ def run(ctx: StageContext) -> None:
     """Check the chosen experts; raise VerificationError at the first difference, naming it."""
     snapshot = snapshot_of(ctx.inputs["download"])
     compare, layout = (
-        _with_checkpoint(ctx, snapshot) if "repack" in ctx.inputs else _with_checksums(ctx, snapshot)
+        _with_checkpoint(ctx, snapshot)
+        if "repack" in ctx.inputs
+        else _with_checksums(ctx, snapshot)
     )
     chosen = choose(ctx.cfg.spot_check.experts, ctx.cfg.spot_check.seed, layout)
     reader = DirectReader(layout.files, ctx.cfg.hw.drive)

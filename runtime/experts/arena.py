@@ -16,7 +16,7 @@ REGISTER_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 PIN_STEPS = 64  # of a whole that is refused
 PIN_MARGIN_NBYTES = 64 * MIB  # given back of what is granted then: CUDA itself pins memory later
 PIN_HINT = (
-    "raise the limit on locked memory (ulimit -l; in a container --ulimit memlock=-1; WSL: its memory in .wslconfig)"
+    "raise the limit on locked memory (ulimit -l; containers: --ulimit memlock=-1; WSL: .wslconfig)"
 )
 
 
@@ -111,7 +111,9 @@ class HostArena:
             else:
                 step //= 2
         granted = rows
-        while rows and (granted - rows) * self.row_nbytes < min(PIN_MARGIN_NBYTES, self.nbytes // PIN_STEPS):
+        while rows and (granted - rows) * self.row_nbytes < min(
+            PIN_MARGIN_NBYTES, self.nbytes // PIN_STEPS
+        ):
             start, count = self._pinned.pop()
             self._registrar.unregister(self._address(start))
             rows -= count

@@ -29,7 +29,8 @@ def fio(path: Path, nbytes: int, seconds: float) -> float:
     command = [
         "fio", "--name=x", f"--filename={path}", "--rw=randread", f"--bs={nbytes}", f"--blockalign={nbytes}",
         "--direct=1", "--ioengine=psync", "--thread", f"--numjobs={DEPTH}", "--group_reporting", "--time_based",
-        f"--ramp_time={int(RAMP_S * 1000)}ms", f"--runtime={int(seconds * 1000)}ms", "--output-format=json", "--readonly",
+        f"--ramp_time={int(RAMP_S * 1000)}ms", f"--runtime={int(seconds * 1000)}ms",
+        "--output-format=json", "--readonly",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rate: float = json.loads(done.stdout)["jobs"][0]["read"]["bw_bytes"] / GIB
@@ -43,7 +44,8 @@ def doctor(path: Path, nbytes: int, seconds: float) -> float:
 
 def main() -> None:
     path = Path(sys.argv[1])
-    nbytes, turns, seconds = (float(given) for given in (*sys.argv[2:], *("2764800", "24", "2")[len(sys.argv) - 2 :]))  # fmt: skip
+    given = [*sys.argv[2:], *("2764800", "24", "2")[len(sys.argv) - 2 :]]
+    nbytes, turns, seconds = (float(number) for number in given)
     record_nbytes = align_up(int(nbytes))
     found: dict[str, list[float]] = {"fio": [], "doctor": []}
     both = {"fio": fio, "doctor": doctor}

@@ -155,7 +155,9 @@ def test_bytes_that_changed_since_the_download(copied, tmp_path, fault_row):
         copied.run(["checksums"])
     assert copied.find("checksums") is None
     assert "force=[download]" in caught.value.hint
-    fault_row("a bit turns between download and checksums", caught.value.message, "nothing recorded")
+    fault_row(
+        "a bit turns between download and checksums", caught.value.message, "nothing recorded"
+    )
 
 
 def test_damage_is_named_by_spot_check(copied, tmp_path, fault_row):

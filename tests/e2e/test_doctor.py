@@ -10,8 +10,9 @@ import pytest
 from tiny_setup import make_runner
 
 from runtime import cgroups, drives, hardware
-from runtime.drives import DriveRate, Mount
+from runtime.drives import DriveRate
 from runtime.errors import UserError
+from runtime.mounts import Mount
 from runtime.units import GIB
 from stages import doctor, opening
 from stages.core import Runner

@@ -115,7 +115,9 @@ def read_some(streamer: ExpertStreamer) -> list[bytes]:
     return found
 
 
-def test_a_cache_shrinks_to_what_may_be_pinned_and_no_byte_changes(open_streamer, caplog, fault_row):
+def test_a_cache_shrinks_to_what_may_be_pinned_and_no_byte_changes(
+    open_streamer, caplog, fault_row
+):
     whole = open_streamer(Granting(2**40))
     whole.pin()
     row_nbytes = whole.record_nbytes
@@ -127,7 +129,8 @@ def test_a_cache_shrinks_to_what_may_be_pinned_and_no_byte_changes(open_streamer
     assert 8 <= small.cache.num_rows < 40
     assert read_some(small) == read_some(whole)
     assert "instead of 40" in caplog.text
-    fault_row("less memory may be pinned than planned", caplog.records[0].getMessage(), "same bytes, smaller cache")  # fmt: skip
+    told = caplog.records[0].getMessage()
+    fault_row("less memory may be pinned than planned", told, "same bytes, smaller cache")
 
 
 def test_staging_gives_way_before_the_route(open_streamer):

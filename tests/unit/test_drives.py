@@ -14,11 +14,11 @@ from runtime import drives
 from runtime.drives import (
     allows_direct_reads,
     cached_nbytes,
-    find_mount,
     measure_grid,
     measure_rate,
     random_records,
 )
+from runtime.mounts import find_mount
 from runtime.units import GIB, PAGE_NBYTES
 
 

@@ -193,7 +193,9 @@ def test_page_cache_of_the_group_counts_as_free(machine, version):
     if version == "v2":
         machine.v2("", 32 * GIB, used=31 * GIB, anon=2 * GIB, inactive_file=25 * GIB)
     else:
-        machine.v1("/", 32 * GIB, used=31 * GIB, total_inactive_file=25 * GIB, inactive_file=25 * GIB)
+        machine.v1(
+            "/", 32 * GIB, used=31 * GIB, total_inactive_file=25 * GIB, inactive_file=25 * GIB
+        )
     assert machine.available()[0] == 26 * GIB
 
 
