@@ -562,6 +562,8 @@ class RunConfig:
         default_factory=list
     )  # stages to run again; true also lets serve start on a red verify
     dry_run: bool = False  # only say what would run, and why
+    # false: start even where a drive seems too small, for filesystems that compress or grow
+    check_disk: bool = True
     record: bool = (
         False  # bench, chat and serve write every route to routes.bin in the run's folder
     )

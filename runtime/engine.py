@@ -21,6 +21,7 @@ from runtime.budget import (
     MemoryPlan,
     ModelSizes,
     VramPlan,
+    describe_ram_limit,
     format_plans,
     plan_memory,
     plan_vram,
@@ -38,6 +39,7 @@ from runtime.experts.streamer import ExpertSource, ExpertStreamer, ResidentExper
 from runtime.sampling import SamplingParams
 from runtime.stats import ExpertCounters, Rates, TokenStats
 from runtime.text import TextCodec
+from runtime.units import format_nbytes
 
 log = logging.getLogger(__name__)
 
@@ -180,6 +182,7 @@ class Engine:
         self.num_tokens = codec.vocab_size
         self.num_layers = layout.num_layers
         self.device, self.is_direct = device, is_direct  # experts are read around the page cache
+        self.drive_gib_s: float | None = None  # as it was last measured
         self._layout = layout
         self._cpus = cpus
         self._experts, self._top_k = experts, top_k
@@ -226,12 +229,11 @@ class Engine:
         family.check_support(spec, config, device)
         layout = family.expert_layout(spec, files)
         sizes = family.model_sizes(spec, files, layout, config, dtype)
-        limit = ram_limit(
-            config.hw.ram_gib,
-            hardware.total_ram_nbytes(),
-            hardware.available_ram_nbytes(),
-            config.hw.reserve_gib,
-        )
+        wanted, reserve = config.hw.ram_gib, config.hw.reserve_gib
+        total, available = hardware.total_ram_nbytes(), hardware.available_ram_nbytes()
+        limit = ram_limit(wanted, total, available, reserve)
+        source = describe_ram_limit(wanted, available, reserve)
+        log.info("RAM that may be used: %s (%s)", format_nbytes(limit), source)
         has_gpu = device.type == "cuda"
         plan = plan_memory(
             sizes,
@@ -377,12 +379,24 @@ class Engine:
 
     def measure_rates(self, drive_s: float = 0.3) -> Rates:
         """Measure the drive, on this model's own expert file for `drive_s` seconds, memory and PCIe now."""
-        # the threads that read may not be held to the decoding thread's core
+        drive = self.measure_drive(drive_s)
         with cores.pinned(self._cpus or os.sched_getaffinity(0)):
-            drive = hardware.measure_drive_gib_s(self._layout, self.config.hw.drive, drive_s)
             if self.vram_plan is None:
                 return Rates(drive, hardware.measure_memory_gib_s())
             return Rates(drive, hardware.measure_vram_gib_s(), hardware.measure_pcie_gib_s())
+
+    def measure_drive(self, duration_s: float) -> float:
+        """Measure how many GiB/s of whole experts the drive gives now."""
+        # the threads that read may not be held to the decoding thread's core
+        with cores.pinned(self._cpus or os.sched_getaffinity(0)):
+            rate = hardware.measure_drive_gib_s(self._layout, self.config.hw.drive, duration_s)
+        self.drive_gib_s = rate
+        return rate
+
+    @property
+    def routed_nbytes(self) -> int:
+        """Bytes of all the experts that one token goes through."""
+        return self.num_layers * self._top_k * self._layout.record_nbytes
 
     @property
     def dense_nbytes(self) -> int:

@@ -290,7 +290,8 @@ def _run_hub(ctx: StageContext) -> None:
         weights = [file for file in wanted if is_weights(file.path)]
     if skipped:
         log.info("download: not fetched, for nothing in them is needed: %s", ", ".join(skipped))
-    _check_room(cache, weights)
+    if cfg.check_disk:
+        _check_room(cache, weights)
     work.bring(weights, "weights")
     _put_together(ctx, cache, listing, [*small, *weights])
     checkpoint = _checked(ctx.out / SNAPSHOT)

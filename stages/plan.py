@@ -22,6 +22,7 @@ from runtime.budget import (
     MemoryPlan,
     ModelSizes,
     VramPlan,
+    describe_ram_limit,
     format_plans,
     plan_memory,
     plan_vram,
@@ -60,6 +61,7 @@ class Fit:
     ram: MemoryPlan | None
     vram: VramPlan | None
     faults: tuple[UserError, ...]
+    ram_source: str  # where the RAM that may be used has its number from
 
 
 def run(ctx: StageContext) -> None:
@@ -78,6 +80,7 @@ def run(ctx: StageContext) -> None:
     print(format_disk(rooms, fetching))
     if plans := format_plans(fit.ram, fit.vram):
         print(plans)
+    print(f"RAM that may be used: {fit.ram_source}")
     for warning in () if fit.ram is None else fit.ram.warnings:
         print(f"warning: {warning}")
     found: dict[str, Any] = {}
@@ -187,7 +190,7 @@ def plan_fit(cfg: RunConfig, sizes: ModelSizes, has_gpu: bool) -> Fit:
             )
         except UserError as error:
             faults.append(error)
-    return Fit(ram, vram, tuple(faults))
+    return Fit(ram, vram, tuple(faults), describe_ram_limit(wanted, available, cfg.hw.reserve_gib))
 
 
 def planned_rates(

@@ -24,7 +24,7 @@ from runtime.server.app import create_app
 from runtime.server.worker import Served, Worker
 from runtime.snapshot import SnapshotStore, make_key
 from runtime.units import GIB
-from stages.core import Output, Stage, StageContext
+from stages.core import Output, Runner, Stage, StageContext
 from stages.download import absolute, snapshot_of
 from stages.opening import open_engine, setup_stages
 
@@ -33,6 +33,7 @@ log = logging.getLogger("stages")
 STATE_FORMAT = 1  # one more whenever the arithmetic changes what a state holds, or how
 KEY_VARIABLE = "NVMOE_API_KEY"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+DRIVE_PROBE_S = 0.5
 STOP_S = 5  # an open stream gets its error frame and this long to go
 
 
@@ -88,7 +89,7 @@ def run(ctx: StageContext) -> None:
         )
         worker = Worker(
             served,
-            lambda: open_engine(cfg, ctx.inputs, ctx.runner),
+            lambda: open_and_tell(cfg, ctx.inputs, ctx.runner),
             lambda engine: open_store(cfg, ctx.inputs, engine),
             serve.queue,
             on_failure,
@@ -113,6 +114,18 @@ def run(ctx: StageContext) -> None:
         if worker.failure is not None:
             raise worker.failure
     log.info("stopped")
+
+
+def open_and_tell(cfg: RunConfig, inputs: Mapping[str, Output], runner: Runner) -> Engine:
+    """Open the engine, and say what the drive gives: a slow folder must not look like a slow engine."""
+    engine = open_engine(cfg, inputs, runner)
+    rate = engine.measure_drive(DRIVE_PROBE_S)
+    how = "direct reads" if engine.is_direct else "through the page cache"
+    log.info(
+        "the drive gives %.2f GiB/s of experts now (%s): at most %.2f tok/s while none is in RAM",
+        rate, how, rate * GIB / engine.routed_nbytes,
+    )  # fmt: skip
+    return engine
 
 
 def read_key(serve: ServeConfig) -> str | None:

@@ -244,7 +244,9 @@ def _automatic_verdict(points: Sequence[Point], keys: Sequence[str]) -> list[str
         where = f" ({label(point, others)})" if others else ""
         text = f"automatic cache{where}: {share:.0%} of the best size given ({label(best, [AUTOMATIC])})"
         if share < GOOD_SHARE and point.figures["tok_s_max"] < best.figures["tok_s_min"]:
-            text += ": WORSE than it should be; look for swapping and other programs (stages=[doctor])"
+            text += (
+                ": WORSE than it should be; look for swapping and other programs (stages=[doctor])"
+            )
         lines.append(text)
     return lines
 
