@@ -167,6 +167,14 @@ def check_software(report: Report, has_gpu: bool) -> None:
             f"{found['torch']} has no E8M0 numbers",
             "pip install -c constraints.txt torch",
         )
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        report.add(
+            "software",
+            "torch",
+            "warn",
+            f"{found['torch']} has no FP4 numbers: deepseek.arithmetic=reference needs them",
+            "pip install -c constraints.txt torch, or keep deepseek.arithmetic=native",
+        )
     if has_gpu and found["triton"] is None:
         report.add(
             "software",

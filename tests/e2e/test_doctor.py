@@ -155,6 +155,18 @@ def test_known_bad_software(monkeypatch, versions, capability, what, verdict):
     assert rows(report).get(what, (None,))[0] == verdict
 
 
+@pytest.mark.parametrize(
+    ("number", "verdict"), [("float8_e8m0fnu", "bad"), ("float4_e2m1fn_x2", "warn")]
+)
+def test_a_torch_without_small_numbers(monkeypatch, number, verdict):
+    import torch
+
+    monkeypatch.delattr(torch, number)
+    report = Report()
+    doctor.check_software(report, has_gpu=False)
+    assert rows(report)["software: torch"][0] == verdict
+
+
 def test_swap_and_a_cpu_quota_are_warned_of(monkeypatch):
     monkeypatch.setattr(hardware, "swap_used_nbytes", lambda: 2 * GIB)
     monkeypatch.setattr(cgroups, "cpu_quota", lambda: 0.5)
