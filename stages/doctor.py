@@ -68,6 +68,7 @@ THROTTLED = 0.85  # of the first seconds' rate
 SETTING_SHARE = 0.9  # of the best setting's rate, below which another one is recommended
 MEMLOCK_UNLIMITED = resource.RLIM_INFINITY
 PIN_STEP_NBYTES = 64 * MIB
+PIN_MOST_NBYTES = 32 * GIB  # tried, however large the cache: each GiB takes a part of a second
 FEW_FILES = 1024  # open at once: shards, threads and connections need some hundreds
 
 
@@ -108,7 +109,12 @@ def run(ctx: StageContext) -> None:
     sizes = None if spec is None else _sizes(cfg, spec, has_gpu)
     if has_gpu:
         ram = None if sizes is None else plan_fit(cfg, sizes, has_gpu).ram
-        check_gpu(report, cfg, spec, GIB if ram is None else max(GIB, ram.cache_nbytes))
+        check_gpu(
+            report,
+            cfg,
+            spec,
+            GIB if ram is None else min(max(GIB, ram.cache_nbytes), PIN_MOST_NBYTES),
+        )
     else:
         report.add("GPU", "device", "ok", "none is used: the CPU computes")
     record_nbytes = 4 * MIB if sizes is None else sizes.record_nbytes
