@@ -226,7 +226,8 @@ class CacheConfig:
     )
     sweep_experts: int = 32  # experts read ahead while a prompt goes through a layer
     table_rows: int = 65536  # rows of n-gram tables kept in RAM
-    verify: bool = False  # compare each expert with its recorded checksum the first time it is read
+    # compare each expert (not the drafts') with its recorded checksum the first time it is read
+    verify: bool = False
 
 
 @dataclass
