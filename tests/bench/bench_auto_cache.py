@@ -52,7 +52,7 @@ def measure(size: str, limit_gib: float, overrides: list[str], is_forced: bool) 
     """Run one point; return its line."""
     words = ["stages=[bench]", "bench.plot=false", *overrides, f"cache.ram_gib={size}"]
     if is_forced:
-        words += ["hw.reserve_gib=0", f"hw.ram_gib={limit_gib}"]
+        words += ["hw.reserve_gib=0", f"hw.ram_gib={limit_gib - 0.001}"]
     with memory_group(int(limit_gib * GIB)) as group, tempfile.TemporaryDirectory() as folder:
 
         def enter() -> None:
