@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = (
-    "synthetic", "download", "patch", "repack", "spot_check", "residents", "verify", "bench", "simulate", "chat",
-    "serve", "plan", "doctor",
+    "synthetic", "download", "patch", "repack", "checksums", "spot_check", "residents", "verify", "bench",
+    "simulate", "chat", "serve", "plan", "doctor",
     "memory_ingest", "memory_ask", "memory_chat", "memory_list", "memory_stats", "memory_quote", "memory_verify",
     "memory_migrate", "memory_prune",
     "advise", "advise_check", "advise_serve",
@@ -26,15 +26,16 @@ STAGES = (
 
 # stages that a family has no use for, or that know nothing of it yet
 NOT_FOR_FAMILY = {
+    "qwen": {
+        "checksums": "repack records them, in the pack",
+    },
     "deepseek": {
         "repack": "its experts are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",
-        "spot_check": "it compares a pack, and this family has none",
     },
     "dense": {
         "repack": "its layers are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",
-        "spot_check": "it compares a pack, and this family has none",
         "verify": "no references of it are recorded yet",
         "synthetic": "random bytes of it are not made yet",
     },
@@ -235,7 +236,8 @@ class CacheConfig:
     policy: CachePolicy = CachePolicy.lru  # who leaves the RAM tier
     # chat and serve: read in the background what was warm when the last one ended (outputs/warm)
     warm_start: bool = False
-    verify: bool = False  # compare each expert with its recorded checksum the first time it is read
+    # compare each expert (not the drafts') with its recorded checksum the first time it is read
+    verify: bool = False
 
 
 @dataclass
@@ -414,7 +416,7 @@ class PathsConfig:
 
 @dataclass
 class SpotCheckConfig:
-    """How much of the expert pack is compared with the checkpoint."""
+    """How many experts are read as an engine reads them, and compared."""
 
     experts: str = "64"  # how many random experts, or `all`
     seed: int = 0
@@ -576,6 +578,8 @@ class RunConfig:
         default_factory=list
     )  # stages to run again; true also lets serve start on a red verify
     dry_run: bool = False  # only say what would run, and why
+    # false: start even where a drive seems too small, for filesystems that compress or grow
+    check_disk: bool = True
     record: bool = (
         False  # bench, chat and serve write every route to routes.bin in the run's folder
     )
@@ -592,6 +596,12 @@ class RunConfig:
         if isinstance(self.force, str):
             return [self.force]
         return list(self.force) if isinstance(self.force, list) else []
+
+    @property
+    def engine_stages(self) -> tuple[str, ...]:
+        """Stages that make what an engine opens; checksums where they are compared and no pack has its own."""
+        needs_checksums = self.cache.verify and "repack" not in self.model.setup
+        return (*self.model.setup, *(["checksums"] if needs_checksums else []))
 
     @property
     def is_forced(self) -> bool:

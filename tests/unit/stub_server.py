@@ -107,6 +107,7 @@ class StubEngine:
         self.context_tokens, self.prefill_tokens = 4096, 2048
         self.num_tokens, self.device, self.is_direct = codec.vocab_size, torch.device("cpu"), True
         self.drafting = self.vram_plan = self.shared = None
+        self.drive_gib_s = None
         self.plan = SimpleNamespace(cache_nbytes=1 << 20)
         self.model = self
         self.is_closed = False
