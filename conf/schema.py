@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = (
-    "synthetic", "download", "patch", "mirror", "repack", "spot_check", "residents", "verify", "bench", "simulate",
-    "chat", "serve", "plan", "doctor",
+    "synthetic", "download", "patch", "mirror", "repack", "checksums", "spot_check", "residents", "verify", "bench",
+    "simulate", "chat", "serve", "plan", "doctor",
     "memory_ingest", "memory_ask", "memory_chat", "memory_list", "memory_stats", "memory_quote", "memory_verify",
     "memory_migrate", "memory_prune",
     "advise", "advise_check", "advise_serve",
@@ -26,16 +26,17 @@ STAGES = (
 
 # stages that a family has no use for, or that know nothing of it yet
 NOT_FOR_FAMILY = {
-    "qwen": {"mirror": "repack writes its experts to every drive of hw.drives"},
+    "qwen": {
+        "mirror": "repack writes its experts to every drive of hw.drives",
+        "checksums": "repack records them, in the pack",
+    },
     "deepseek": {
         "repack": "its experts are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",
-        "spot_check": "it compares a pack, and this family has none",
     },
     "dense": {
         "repack": "its layers are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",
-        "spot_check": "it compares a pack, and this family has none",
         "verify": "no references of it are recorded yet",
         "synthetic": "random bytes of it are not made yet",
     },
@@ -238,6 +239,13 @@ class HwConfig:
     rates: RatesConfig = field(default_factory=RatesConfig)
 
 
+class CachePolicy(Enum):
+    """Who leaves a full expert cache in RAM."""
+
+    lru = "lru"  # who was used longest ago
+    lfu = "lfu"  # who is used least; a use counts half after as many uses as there are rows
+
+
 @dataclass
 class CacheConfig:
     """The RAM tier."""
@@ -250,7 +258,11 @@ class CacheConfig:
     )
     sweep_experts: int = 32  # experts read ahead while a prompt goes through a layer
     table_rows: int = 65536  # rows of n-gram tables kept in RAM
-    verify: bool = False  # compare each expert with its recorded checksum the first time it is read
+    policy: CachePolicy = CachePolicy.lru  # who leaves the RAM tier
+    # chat and serve: read in the background what was warm when the last one ended (outputs/warm)
+    warm_start: bool = False
+    # compare each expert (not the drafts') with its recorded checksum the first time it is read
+    verify: bool = False
 
 
 @dataclass
@@ -291,6 +303,8 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     queue: int = 8  # requests that may wait; one more gets 429
+    replicas: int = 1  # servers behind this address, each on a machine of its own (Ray Serve)
+    max_batch: int = 1  # conversations decoded together: an expert that several need is read once
     keep_alive_s: float = 10.0  # a comment frame this often while a stream is silent; 0 is never
     keep_alive_chunks: bool = False  # as empty chunks, for clients whose watchdogs count only those
     strict_model: bool = True  # false: any model name in a request means this model
@@ -427,7 +441,7 @@ class PathsConfig:
 
 @dataclass
 class SpotCheckConfig:
-    """How much of the expert pack is compared with the checkpoint."""
+    """How many experts are read as an engine reads them, and compared."""
 
     experts: str = "64"  # how many random experts, or `all`
     seed: int = 0
@@ -464,10 +478,10 @@ class BenchConfig:
 
 
 class Policy(Enum):
-    """Who leaves a full cache; only the simulator has others than LRU."""
+    """Who leaves a full expert cache in the simulator: what cache.policy can be, and what it is compared with."""
 
     lru = "lru"
-    lfu = "lfu"  # least frequently used, uses age
+    lfu = "lfu"
     slru = "slru"  # segmented LRU
     per_layer = "per_layer"  # an LRU for each layer
     belady = "belady"  # who is wanted again last: knows the future, the bound
@@ -482,7 +496,7 @@ class SimulateConfig:
     """
 
     routes: str | None = None  # a recording (record=true); null: routes are generated as below
-    policy: Policy = Policy.lru
+    policy: Policy | None = None  # null: cache.policy
     # the model, where routes are generated; a recording tells its own
     num_layers: int = 8
     num_experts: int = 64
@@ -496,10 +510,13 @@ class SimulateConfig:
     drive_depth: int = 32  # reads that the drive has in work at once
     is_shared: bool = False  # reads in work share the drive's rate; false: one after the other
     link_gib_s: float = 0.0  # from RAM to the GPU; 0: there is none, the CPU computes
+    in_place_gib_s: float = 0.0  # the link, when kernels read RAM in place; 0: as fast as copies
+    reads_in_place: bool = True  # experts in RAM are read where they are; false: copied first
     vram_gib_s: float = 0.0  # how fast a kernel reads an expert from VRAM; 0: in no time
     expert_us: float = 0.0  # at least this long computes one expert
     layer_us: float = 0.0  # computing of a layer beside its routed experts
-    host_us: float = 0.0  # the host's own work for a layer
+    host_us: float = 0.0  # the host's own work for a layer, before its experts are launched
+    host_after_us: float = 0.0  # the same behind the launch, while a GPU computes
     token_us: float = 0.0  # what a token needs once
 
 
@@ -586,6 +603,8 @@ class RunConfig:
         default_factory=list
     )  # stages to run again; true also lets serve start on a red verify
     dry_run: bool = False  # only say what would run, and why
+    # false: start even where a drive seems too small, for filesystems that compress or grow
+    check_disk: bool = True
     record: bool = (
         False  # bench, chat and serve write every route to routes.bin in the run's folder
     )
@@ -604,6 +623,19 @@ class RunConfig:
         return list(self.force) if isinstance(self.force, list) else []
 
     @property
+    def engine_stages(self) -> tuple[str, ...]:
+        """Stages that make what an engine opens.
+
+        Where experts are read in released shards: `mirror` with several drives, `checksums` with cache.verify.
+        """
+        names = list(self.model.setup)
+        if "repack" in names:
+            return tuple(names)
+        if self.hw.drives:
+            names.insert(names.index("download") + 1, "mirror")
+        return (*names, *(["checksums"] if self.cache.verify else []))
+
+    @property
     def is_forced(self) -> bool:
         return self.force is True
 
@@ -615,6 +647,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.sampling.temperature": (0, 2),
     "model.sampling.top_k": (0, 2**20),
     "model.sampling.min_p": (0, 1),
+    "serve.max_batch": (1, 64),
+    "serve.replicas": (1, 1024),
     "hw.drive.window": (1, 64),
     "hw.drive.pieces": (1, 64),
     "hw.drive.piece_kib": (4, 2**20),
@@ -663,10 +697,12 @@ _RANGES: dict[str, tuple[float, float]] = {
     "simulate.best_two": (0, 1),
     "simulate.drive_depth": (1, 2**20),
     "simulate.link_gib_s": (0, 1e5),
+    "simulate.in_place_gib_s": (0, 1e5),
     "simulate.vram_gib_s": (0, 1e5),
     "simulate.expert_us": (0, 1e9),
     "simulate.layer_us": (0, 1e9),
     "simulate.host_us": (0, 1e9),
+    "simulate.host_after_us": (0, 1e9),
     "simulate.token_us": (0, 1e9),
     "memory.window": (64, 2**24),
     "memory.sinks": (0, 64),
@@ -744,7 +780,14 @@ def load(cfg: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     assert isinstance(run, RunConfig)
-    checks = (_range_faults, _drives_faults, _family_faults, _memory_faults, _stage_faults)
+    checks = (
+        _range_faults,
+        _drives_faults,
+        _family_faults,
+        _batch_faults,
+        _memory_faults,
+        _stage_faults,
+    )
     faults = [fault for check in checks for fault in check(run)]
     if faults:
         raise ConfigError("; ".join(faults))
@@ -849,6 +892,15 @@ def _memory_faults(run: RunConfig) -> Iterable[str]:
         and not memory.sentences
     ):
         yield "stages=[memory_prune] needs what goes: memory.keep=N, memory.before=2026-01-31 or memory.sentences=[1,2]"
+
+
+def _batch_faults(run: RunConfig) -> Iterable[str]:
+    if run.serve.max_batch == 1:
+        return
+    if run.drafts.enabled:
+        yield "drafts are for one conversation at a time: leave out drafts.enabled or serve.max_batch"
+    if run.record:
+        yield "record=true writes the routes of one conversation at a time: leave out record or serve.max_batch"
 
 
 def _family_faults(run: RunConfig) -> Iterable[str]:

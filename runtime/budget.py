@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.errors import UserError
 from runtime.units import GIB, format_nbytes
@@ -41,9 +41,14 @@ class ModelSizes:
         fits = [(room_nbytes - fixed) // each for fixed, each in self.scratch if each]
         return min([wanted, *fits])
 
+    def for_conversations(self, count: int) -> ModelSizes:
+        """Return what `count` conversations need that are decoded together: their states, a route for each."""
+        route = min(count * self.top_k, self.num_experts)
+        return replace(self, state_nbytes=count * self.state_nbytes, top_k=route)
+
     @property
     def token_experts(self) -> int:
-        """Experts that one token uses, over all layers."""
+        """Experts that a decoding step uses at most, over all layers."""
         return self.num_layers * self.top_k
 
 
@@ -206,6 +211,16 @@ def ram_limit(
             f"set hw.ram_gib={math.floor(total[0] / GIB * 100) / 100:g} or less, or leave it out",
         )
     return max(0, int((wanted_gib - reserve_gib) * GIB))
+
+
+def describe_ram_limit(
+    wanted_gib: float | None, available: tuple[int, str], reserve_gib: float
+) -> str:
+    """Return where `ram_limit` has its number from."""
+    source = f"{format_nbytes(available[0])}, {available[1]}"
+    if wanted_gib is not None:
+        source = f"hw.ram_gib={wanted_gib:g}"
+    return f"{source}, less hw.reserve_gib={reserve_gib:g}"
 
 
 def plan_memory(

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -21,6 +21,7 @@ from runtime.budget import (
     MemoryPlan,
     ModelSizes,
     VramPlan,
+    describe_ram_limit,
     format_plans,
     plan_memory,
     plan_vram,
@@ -30,15 +31,19 @@ from runtime.budget import (
 from runtime.errors import ContextLengthError, UserError
 from runtime.experts.checks import Checksums
 from runtime.experts.copies import CudaCopier
-from runtime.experts.layout import ExpertLayout
+from runtime.experts.layout import ExpertKey, ExpertLayout
+from runtime.experts.policies import CACHES
 from runtime.experts.routes import RouteHeader, RouteRecorder
+from runtime.experts.shared import SharedReads, share
 from runtime.experts.slots import SlotExperts, passing_slots
 from runtime.experts.spread import drive_configs, open_reader, spare_rows, spread_of
 from runtime.experts.spread_reader import Copies
 from runtime.experts.streamer import ExpertSource, ExpertStreamer, ResidentExperts
+from runtime.experts.warm import WarmFile, WarmOwner
 from runtime.sampling import SamplingParams
 from runtime.stats import ExpertCounters, Rates, TokenStats
 from runtime.text import TextCodec
+from runtime.units import format_nbytes
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +120,7 @@ class EngineFiles:
     pack: Path | None = None  # of families whose experts are packed
     residents: Path | None = None  # of families whose other weights are written anew
     published: Path | None = None  # a release's own code, patched
+    checksums: Path | None = None  # of experts that lie inside released files; a pack has its own
     mirror: Path | None = None  # what is known of copies of shards on other drives
 
 
@@ -164,12 +170,13 @@ class Engine:
         is_direct: bool,
         experts: ExpertStreamer | SlotExperts | ResidentExperts,
         top_k: int,
+        shared: SharedReads | None = None,
         spread: Copies | None = None,
     ) -> None:
         """vram_plan: None on a CPU.  cpus: where the thread ran before it was pinned; None: it was not.
 
-        experts: of the main model, which may stand behind others in `model.experts`.  spread: where they lie
-        on several drives.
+        experts: of the main model, which may stand behind others in `model.experts`.  shared: in front of them, where
+        several conversations are decoded together.  spread: where they lie on several drives.
         """
         self.config = config
         self.model = model
@@ -183,10 +190,13 @@ class Engine:
         self.num_tokens = codec.vocab_size
         self.num_layers = layout.num_layers
         self.device, self.is_direct = device, is_direct  # experts are read around the page cache
+        self.drive_gib_s: float | None = None  # as it was last measured
         self._layout = layout
         self._cpus = cpus
         self._experts, self._top_k, self._spread = experts, top_k, spread
+        self.shared = shared
         self._recorder: RouteRecorder | None = None
+        self._warm: WarmFile | None = None
 
     @classmethod
     def open(cls, config: RunConfig, files: EngineFiles, is_resident: bool = False) -> Self:
@@ -231,12 +241,12 @@ class Engine:
         spread = spread_of(layout, files.mirror, files.snapshot)
         spares = spare_rows(spread, config.hw)
         sizes = family.model_sizes(spec, files, layout, config, dtype)
-        limit = ram_limit(
-            config.hw.ram_gib,
-            hardware.total_ram_nbytes(),
-            hardware.available_ram_nbytes(),
-            config.hw.reserve_gib,
-        )
+        sizes = sizes.for_conversations(config.serve.max_batch)
+        wanted, reserve = config.hw.ram_gib, config.hw.reserve_gib
+        total, available = hardware.total_ram_nbytes(), hardware.available_ram_nbytes()
+        limit = ram_limit(wanted, total, available, reserve)
+        limited_by = describe_ram_limit(wanted, available, reserve)
+        log.info("RAM that may be used: %s (%s)", format_nbytes(limit), limited_by)
         limit -= spares * sizes.record_nbytes
         has_gpu = device.type == "cuda"
         plan = plan_memory(
@@ -250,13 +260,15 @@ class Engine:
         for warning in plan.warnings:
             log.warning("%s", warning)
         vram_plan = _plan_vram(config, sizes, device, family.READS_IN_PLACE) if has_gpu else None
-        checksums = Checksums.open(layout) if config.cache.verify else None
+        checksums = None
+        if config.cache.verify:
+            checksums = Checksums.open(layout, files.checksums, spread)
         reader = open_reader(layout, spread, config.hw)
         experts: ExpertStreamer | SlotExperts | ResidentExperts
         if is_resident:
             experts = ResidentExperts(layout, reader)
         else:
-            spare = plan.cache_rows - spec.top_k - config.prefetch.experts
+            spare = plan.cache_rows - sizes.top_k - config.prefetch.experts
             ahead_rows = max(0, min(2 * config.prefetch.copy, spare))
             experts = ExpertStreamer(
                 layout,
@@ -267,16 +279,26 @@ class Engine:
                 ahead_rows,
                 checksums,
                 spares,
+                make_cache=CACHES[config.cache.policy],
+                least_rows=sizes.top_k + ahead_rows,
             )
         try:
             if vram_plan is not None:
                 experts.pin()
+                if isinstance(experts, ExpertStreamer):  # it may have found less room than planned
+                    plan = replace(
+                        plan,
+                        cache_rows=experts.cache.num_rows,
+                        sweep_rows=experts.max_hold,
+                    )
                 copier = CudaCopier(vram_plan.slots, experts.record_nbytes, device)
                 copies = config.prefetch.copy
                 experts = SlotExperts(
-                    experts, copier, spec.num_layers, spec.top_k, copies, family.READS_IN_PLACE
+                    experts, copier, spec.num_layers, sizes.top_k, copies, family.READS_IN_PLACE
                 )
-            model = family.open_model(spec, files, layout, experts, config, device, dtype)
+            shared = share(experts) if config.serve.max_batch > 1 else None
+            source = shared or experts
+            model = family.open_model(spec, files, layout, source, config, device, dtype)
         except BaseException:
             experts.close()
             raise
@@ -294,6 +316,7 @@ class Engine:
             is_direct,
             experts,
             spec.top_k,
+            shared,
             spread,
         )
 
@@ -313,6 +336,35 @@ class Engine:
             layout.record_nbytes,
         )
         self._recorder = self._experts.listener = RouteRecorder(path, header)
+
+    def warm_up(self, path: Path, key: str) -> None:
+        """Read what was warm when the file was saved, while nothing else is read; save there from now on.
+
+        key: of the files that the experts are read from: another's set is not used.
+        """
+        self._warm = WarmFile(path, WarmOwner.of(self._layout, key))
+        spare = self.plan.cache_rows - self._top_k - self.config.prefetch.experts
+        count = self._streamer.warm_up(self._warm.load(), spare)
+        if count:
+            nbytes = format_nbytes(count * self._layout.record_nbytes)
+            log.info("warm start: %d experts, %s, are read in the background", count, nbytes)
+
+    def save_warm(self) -> None:
+        """Save which experts are warm, if that was long ago. Between answers."""
+        if self._warm is not None:
+            self._warm.save_if_due(self._warm_keys)
+
+    def _warm_keys(self) -> list[ExpertKey]:
+        """Return who is kept, the coldest first: VRAM keeps what is used most."""
+        kept = self._experts.kept_keys() if isinstance(self._experts, SlotExperts) else []
+        in_vram = set(kept)
+        return [*(key for key in self._streamer.warm_keys() if key not in in_vram), *kept]
+
+    @property
+    def _streamer(self) -> ExpertStreamer:
+        source = self._experts.source if isinstance(self._experts, SlotExperts) else self._experts
+        assert isinstance(source, ExpertStreamer), "nothing is streamed"
+        return source
 
     def forget_experts(self) -> None:
         """Drop every expert that is kept in RAM or VRAM: the next token finds nothing."""
@@ -376,6 +428,22 @@ class Engine:
             row_read_nbytes=now.row_read_nbytes - before.row_read_nbytes,
         )
 
+    def measure_rates(self, drive_s: float = 0.3) -> Rates:
+        """Measure the drive, on this model's own expert file for `drive_s` seconds, memory and PCIe now."""
+        drive = self.measure_drive(drive_s)
+        with cores.pinned(self._cpus or os.sched_getaffinity(0)):
+            if self.vram_plan is None:
+                return Rates(drive, hardware.measure_memory_gib_s())
+            return Rates(drive, hardware.measure_vram_gib_s(), hardware.measure_pcie_gib_s())
+
+    def measure_drive(self, duration_s: float) -> float:
+        """Measure how many GiB/s of whole experts the drive, or all of hw.drives, gives now."""
+        # the threads that read may not be held to the decoding thread's core
+        with cores.pinned(self._cpus or os.sched_getaffinity(0)):
+            rate = self._measure_drives(duration_s)
+        self.drive_gib_s = rate
+        return rate
+
     def _measure_drives(self, duration_s: float) -> float:
         hw = self.config.hw
         if self._spread is None:
@@ -384,14 +452,10 @@ class Engine:
             self._layout, self._spread, drive_configs(hw), duration_s
         )
 
-    def measure_rates(self, drive_s: float = 0.3) -> Rates:
-        """Measure the drive, on this model's own expert file for `drive_s` seconds, memory and PCIe now."""
-        # the threads that read may not be held to the decoding thread's core
-        with cores.pinned(self._cpus or os.sched_getaffinity(0)):
-            drive = self._measure_drives(drive_s)
-            if self.vram_plan is None:
-                return Rates(drive, hardware.measure_memory_gib_s())
-            return Rates(drive, hardware.measure_vram_gib_s(), hardware.measure_pcie_gib_s())
+    @property
+    def routed_nbytes(self) -> int:
+        """Bytes of all the experts that one token goes through."""
+        return self.num_layers * self._top_k * self._layout.record_nbytes
 
     @property
     def dense_nbytes(self) -> int:
@@ -400,6 +464,8 @@ class Engine:
 
     def close(self) -> None:
         """End the reader threads and close the files."""
+        if self._warm is not None:
+            self._warm.save(self._warm_keys())
         if self._recorder is not None:
             self._recorder.close()
         self.model.experts.close()

@@ -56,11 +56,13 @@ class SimulatedSpreadReader:
         buffer: memoryview,
         is_required: bool = True,
         on_done: Callable[[ReadJob], None] | None = None,
+        is_idle: bool = False,
     ) -> ReadJob:
         del spans
         assert isinstance(key, ExpertKey)
         copies = self._placement.copies(key)
-        job = self._queue.job(key, copies, buffer, is_required, on_done, self._clock.now)
+        now = self._clock.now
+        job = self._queue.job(key, copies, buffer, is_required, on_done, now, is_idle)
         self._start()
         return job
 

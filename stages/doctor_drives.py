@@ -3,42 +3,21 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from conf.schema import RunConfig, Spread
-from runtime.drives import find_mount
-from runtime.experts.layout import PACK_BLOCKS
-from runtime.experts.spread import DrivesRecord, weights_of
+from runtime.experts.spread import weights_of
+from runtime.mounts import find_mount
 from stages import doctor
 from stages.core import Runner
+from stages.doctor_record import DRIVE_RATES, drive_files, drive_folders, rate_name
 from stages.doctor_report import Report
-from stages.download import snapshot_of
-from stages.parts import bases
 
 WELL_SHARED = 0.9  # of the rate of all drives together, below which other shares are recommended
 
 
-def drive_files(runner: Runner) -> list[list[Path]]:
-    """Return the files of each drive that this model's experts are read from, as far as they are made and there."""
-    cfg = runner.cfg
-    download, repack, mirror = (runner.find(name) for name in ("download", "repack", "mirror"))
-    if "repack" in cfg.model.setup:
-        if repack is None:
-            return [[] for _ in cfg.hw.drives]
-        folders = DrivesRecord.read(repack.root, "repack").folders
-        return [[f for f in (Path(folder) / PACK_BLOCKS,) if f.exists()] for folder in folders]
-    if download is None or mirror is None:
-        return [[] for _ in cfg.hw.drives]
-    record, snapshot = DrivesRecord.read(mirror.root, "mirror"), snapshot_of(download)
-    return [
-        [f for f in (Path(folder or snapshot) / name for name in names) if f.exists()]
-        for folder, names in zip(record.folders, record.files, strict=True)
-    ]
-
-
-def check_each(report: Report, cfg: RunConfig, runner: Runner, home: Path, record_nbytes: int) -> None:  # fmt: skip
-    """Measure every drive; `drive_gib_s` is what they give together. home: where the drive without a folder is."""
-    folders, files = bases(cfg, home), drive_files(runner)
+def check_each(report: Report, cfg: RunConfig, runner: Runner, record_nbytes: int) -> None:
+    """Measure every drive; `drive_gib_s` is what they give together."""
+    folders, files = list(drive_folders(runner).values()), drive_files(runner)
     seen: dict[str, int] = {}
     rates: list[float] = []
     for i, folder in enumerate(folders):
@@ -64,8 +43,9 @@ def check_each(report: Report, cfg: RunConfig, runner: Runner, home: Path, recor
                 finding.area, f"{i}: {finding.what}", finding.verdict, finding.value, finding.advice
             )
         report.grid += own.grid
-        rates.append(own.rates.get("drive_gib_s", 0.0))
-        report.rates[f"drive_{i}_gib_s"] = rates[-1]
+        found = {name: own.rates.get(name, 0.0) for name in DRIVE_RATES}
+        rates.append(found["drive_gib_s"])
+        report.rates |= {rate_name(name, i): rate for name, rate in found.items() if rate}
     report.rates["drive_gib_s"] = sum(rates)
     _check_shares(report, cfg, rates)
 

@@ -31,6 +31,7 @@ from stages.hub import (
     HubCache,
     Listing,
     UnreachableError,
+    hub_cache,
     is_weights,
     matching,
     needed_shards,
@@ -169,12 +170,6 @@ def _wanted(root: Path, patterns: Sequence[str], made: Sequence[Path] | None) ->
 # ---- from the hub ----------------------------------------------------------------------------------------------------
 
 
-def hub_cache(cfg: RunConfig) -> HubCache:
-    """Return the place in the hub cache of this model's repository."""
-    root = None if cfg.paths.hub is None else absolute(cfg.paths.hub)
-    return HubCache(root, cfg.model.repo or "")
-
-
 def expected_nbytes(cfg: RunConfig) -> int:
     """Return what is still to be written, from the yaml and the cache folder alone; 0 for models not of the hub."""
     if cfg.model.source is not Source.hub or cfg.model.files_gib is None:
@@ -295,7 +290,8 @@ def _run_hub(ctx: StageContext) -> None:
         weights = [file for file in wanted if is_weights(file.path)]
     if skipped:
         log.info("download: not fetched, for nothing in them is needed: %s", ", ".join(skipped))
-    _check_room(cache, weights)
+    if cfg.check_disk:
+        _check_room(cache, weights)
     work.bring(weights, "weights")
     _put_together(ctx, cache, listing, [*small, *weights])
     checkpoint = _checked(ctx.out / SNAPSHOT)

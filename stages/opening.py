@@ -7,34 +7,28 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from conf.schema import Arithmetic, RunConfig
-from runtime.drives import IN_MEMORY, find_mount
 from runtime.engine import Engine, EngineFiles
 from runtime.errors import VerificationError
 from runtime.models.deepseek_backends import resolve_arithmetic
+from runtime.mounts import IN_MEMORY, find_mount
 from stages.core import Output, Runner
-from stages.download import snapshot_of
+from stages.download import absolute, snapshot_of
 from stages.parts import bases, warn_of_shared_drives
 
 log = logging.getLogger("stages")
 
+WARM_FOLDER = "warm"  # under paths.outputs
 ROUTES_NAME = "routes.bin"  # in the folder of the run, with record=true
 
 
 def setup_stages(cfg: RunConfig) -> tuple[str, ...]:
-    """Return the stages that make what this run's engine opens: `patch` only where the release's own code computes."""
-    names = with_mirror(cfg)
-    if "patch" not in names or uses_published_code(cfg):
-        return names
-    return tuple(name for name in names if name != "patch")
+    """Return the stages that make what this run's engine opens.
 
-
-def with_mirror(cfg: RunConfig) -> tuple[str, ...]:
-    """Return the model's set-up stages, with `mirror` where experts are read in shards and hw.drives are several."""
-    names = cfg.model.setup
-    if not cfg.hw.drives or "repack" in names:
-        return tuple(names)
-    at = names.index("download") + 1
-    return (*names[:at], "mirror", *names[at:])
+    `patch` only where the release's own code computes.
+    """
+    if "patch" not in cfg.model.setup or uses_published_code(cfg):
+        return cfg.engine_stages
+    return tuple(name for name in cfg.engine_stages if name != "patch")
 
 
 def uses_published_code(cfg: RunConfig) -> bool:
@@ -45,7 +39,8 @@ def uses_published_code(cfg: RunConfig) -> bool:
 
 def engine_files(inputs: Mapping[str, Output]) -> EngineFiles:
     """Return the folders that `Engine.open` needs."""
-    made = (inputs.get(name) for name in ("repack", "residents", "patch", "mirror"))
+    names = ("repack", "residents", "patch", "checksums", "mirror")
+    made = (inputs.get(name) for name in names)
     roots = [None if output is None else output.root for output in made]
     return EngineFiles(snapshot_of(inputs["download"]), *roots)
 
@@ -73,6 +68,16 @@ def open_engine(cfg: RunConfig, inputs: Mapping[str, Output], runner: Runner) ->
             raise
         log.info("recording routes: %s", path)
     return engine
+
+
+def warm_up(engine: Engine, inputs: Mapping[str, Output]) -> None:
+    """With cache.warm_start, go on with the experts that were warm when this model was last used."""
+    cfg = engine.config
+    if not cfg.cache.warm_start:
+        return
+    source = "repack" if "repack" in inputs else "download"
+    path = absolute(cfg.paths.outputs) / WARM_FOLDER / f"{cfg.model.name}.warm"
+    engine.warm_up(path, f"{source} {inputs[source].record['digest']}")
 
 
 def warn_of_slow_place(experts: Path) -> None:

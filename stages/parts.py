@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Self
 
 from conf.schema import RunConfig
-from runtime.drives import find_mount
 from runtime.errors import UserError, VerificationError
 from runtime.experts.layout import PACK_BLOCKS
 from runtime.experts.spread import DRIVES_NAME, PART_NAME, DrivesRecord, part_json, why_absent
+from runtime.mounts import find_mount
 from runtime.units import GIB
 from stages.core import Output, Runner, StageContext
 from stages.files import absolute, fsync_folder, sample_digest, write_atomically

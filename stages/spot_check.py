@@ -1,9 +1,11 @@
-"""Compare packed experts with the checkpoint they came from, byte for byte, through the runtime's own reader."""
+"""Read experts as an engine reads them, and compare: packed ones with the checkpoint, byte for byte; those inside
+released files with their checksums.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +16,37 @@ from runtime.checkpoint import Checkpoint
 from runtime.engine import load_family
 from runtime.errors import UserError, VerificationError
 from runtime.experts.arena import HostArena
-from runtime.experts.layout import CHECKSUM_NBYTES, PACK_CHECKSUMS, ExpertKey, PackedLayout, Span
+from runtime.experts.checks import Checksums
+from runtime.experts.layout import (
+    CHECKSUM_NBYTES,
+    CHECKSUMS_NAME,
+    ExpertKey,
+    ExpertLayout,
+    PackedLayout,
+    Span,
+)
 from runtime.experts.reader import DirectReader
+from runtime.experts.schedule import ReadJob
 from runtime.experts.spread import SpreadPack, open_pack
 from runtime.models import qwen_weights as weights
+from stages.checksums import layout_of
 from stages.core import Stage, StageContext
 from stages.download import snapshot_of
 
 EXPERTS_PER_UNIT = 64
 
+# a read and the spans that it was made of; raises VerificationError
+Compare = Callable[[ExpertKey, ReadJob, Sequence[Span]], None]
+
 
 def run(ctx: StageContext) -> None:
     """Check the chosen experts; raise VerificationError at the first difference, naming it."""
-    snapshot, pack = snapshot_of(ctx.inputs["download"]), ctx.inputs["repack"].root
-    checkpoint = Checkpoint.open(snapshot)
-    spec = load_family(ctx.cfg.model.family).read_spec(snapshot)
-    layout = open_pack(pack)
-    _check_all_there(layout)
-    scalars = weights.read_pack_scalars(pack, spec)
+    snapshot = snapshot_of(ctx.inputs["download"])
+    compare, layout = (
+        _with_checkpoint(ctx, snapshot)
+        if "repack" in ctx.inputs
+        else _with_checksums(ctx, snapshot)
+    )
     chosen = choose(ctx.cfg.spot_check.experts, ctx.cfg.spot_check.seed, layout)
     reader = DirectReader(layout.files, ctx.cfg.hw.drive)
     row = HostArena(1, layout.record_nbytes)
@@ -40,14 +55,10 @@ def run(ctx: StageContext) -> None:
             [str(i) for i in range(0, len(chosen), EXPERTS_PER_UNIT)], "batches of experts"
         ):
             for key in chosen[int(unit) : int(unit) + EXPERTS_PER_UNIT]:
-                original = bytes(weights.read_expert_block(checkpoint, spec, key))
-                for copy in layout.copies(key):
+                for copy in _copies(layout, key):
                     job = reader.submit(key, copy, row.view(0))
                     reader.wait(job)
-                    packed = bytes(row.view(0)[: layout.record_nbytes])
-                    compare_block(packed, original, key, layout, copy)
-                _compare_checksum(packed, key, layout, pack)
-                _compare_scalars(scalars, weights.read_expert_scalars(checkpoint, key), key, layout)
+                    compare(key, job, copy)
             ctx.done(unit)
     finally:
         reader.close()
@@ -56,10 +67,48 @@ def run(ctx: StageContext) -> None:
         "of": layout.num_layers * layout.num_experts,
         "nbytes": len(chosen) * layout.record_nbytes,
         "is_direct": reader.is_direct,
+        "compared_with": "checkpoint" if "repack" in ctx.inputs else "checksums",
     }
 
 
-def choose(wanted: str, seed: int, layout: PackedLayout) -> list[ExpertKey]:
+def _with_checkpoint(ctx: StageContext, snapshot: Path) -> tuple[Compare, ExpertLayout]:
+    """Compare packed experts with what the checkpoint's headers say of them."""
+    pack = ctx.inputs["repack"].root
+    checkpoint = Checkpoint.open(snapshot)
+    spec = load_family(ctx.cfg.model.family).read_spec(snapshot)
+    layout = open_pack(pack)
+    _check_all_there(layout)
+    scalars = weights.read_pack_scalars(pack, spec)
+
+    def compare(key: ExpertKey, job: ReadJob, copy: Sequence[Span]) -> None:
+        packed = bytes(job.buffer[: layout.record_nbytes])
+        original = bytes(weights.read_expert_block(checkpoint, spec, key))
+        compare_block(packed, original, key, layout, copy)
+        _compare_checksum(packed, key, layout, pack)
+        _compare_scalars(scalars, weights.read_expert_scalars(checkpoint, key), key, layout)
+
+    return compare, layout
+
+
+def _with_checksums(ctx: StageContext, snapshot: Path) -> tuple[Compare, ExpertLayout]:
+    """Compare experts inside released files with checksums of bytes whose file hash `download` had checked."""
+    layout = layout_of(ctx.cfg, snapshot)
+    recorded = Checksums.open(layout, ctx.inputs["checksums"].root)
+
+    def compare(_key: ExpertKey, job: ReadJob, _copy: Sequence[Span]) -> None:
+        recorded.check(job)
+        if job.error is not None:
+            raise job.error
+
+    return compare, layout
+
+
+def _copies(layout: ExpertLayout, key: ExpertKey) -> Sequence[Sequence[Span]]:
+    """Return the ways to read an expert: every copy in a pack; shards where they were fetched to."""
+    return layout.copies(key) if isinstance(layout, PackedLayout) else (layout.spans(key),)
+
+
+def choose(wanted: str, seed: int, layout: ExpertLayout) -> list[ExpertKey]:
     """Return which experts to check: all, or a seeded choice with the first, the last and one of every layer."""
     every = [
         ExpertKey(layer, e) for layer in range(layout.num_layers) for e in range(layout.num_experts)
@@ -114,12 +163,12 @@ def compare_block(
 
 def _compare_checksum(packed: bytes, key: ExpertKey, layout: PackedLayout, pack: Path) -> None:
     at = CHECKSUM_NBYTES * (layout.num_experts * key.layer + key.expert)
-    with open(pack / PACK_CHECKSUMS, "rb") as f:
+    with open(pack / CHECKSUMS_NAME, "rb") as f:
         f.seek(at)
         recorded = f.read(CHECKSUM_NBYTES)
     if blake3(packed).digest(length=CHECKSUM_NBYTES) != recorded:
         raise VerificationError(
-            f"layer {key.layer}, expert {key.expert}: the block is right, its entry in {PACK_CHECKSUMS} is not",
+            f"layer {key.layer}, expert {key.expert}: the block is right, its entry in {CHECKSUMS_NAME} is not",
             "the pack is damaged: run the same command with force=[repack]",
         )
 
@@ -144,4 +193,9 @@ def params(cfg: RunConfig) -> dict[str, Any]:
     return {"experts": cfg.spot_check.experts, "seed": cfg.spot_check.seed}
 
 
-STAGE = Stage(name="spot_check", run=run, params=params, needs=lambda _cfg: ("download", "repack"))
+def needs(cfg: RunConfig) -> tuple[str, ...]:
+    """Return what is compared."""
+    return ("download", "repack" if "repack" in cfg.model.setup else "checksums")
+
+
+STAGE = Stage(name="spot_check", run=run, params=params, needs=needs)

@@ -4,7 +4,7 @@ The rules:
 - each drive has a queue of its own, with the rules of `schedule.ReadQueue`;
 - where a record has copies, each of its pieces goes to the drive that would end it first: what waits there and is on
   its way, over the rate at which that drive has given bytes lately;
-- a drive that runs dry takes over the last piece that waits elsewhere, if it would end it first;
+- a drive that runs dry takes over the last piece that waits elsewhere, if it would end it first; idle jobs come after;
 - a drive that fails or stalls gets nothing more that another one has.
 """
 
@@ -66,9 +66,20 @@ class Part(ReadJob):
     __slots__ = ("lost", "record")
 
     def __init__(self, record: ReadJob, pieces: Sequence[Span]) -> None:
-        super().__init__(record.key, list(pieces), record.buffer, record.is_required)
+        super().__init__(
+            record.key,
+            list(pieces),
+            record.buffer,
+            record.is_required,
+            is_idle=record.is_idle,
+        )
         self.record = record
         self.lost: Orphans | None = None  # its record has been given up while this was on its way
+
+
+def _rank(job: ReadJob) -> int:
+    """Return which kind of a drive's bytes a job's are: 0 those of required jobs, 1 of guesses, 2 of idle jobs."""
+    return 0 if job.is_required else 2 if job.is_idle else 1
 
 
 class _Drive:
@@ -79,7 +90,7 @@ class _Drive:
         self.meter = RateMeter(gib_s)
         self.is_out = False  # gets nothing that others have
         self.is_stalled = False  # keeps what it was asked for
-        self.nbytes = {True: 0, False: 0}  # asked for and not back: required, guessed
+        self.nbytes = [0, 0, 0]  # asked for and not back: required, guessed, idle
         self.reading: list[tuple[Part, Span]] = []
 
 
@@ -122,12 +133,17 @@ class SpreadQueue:
         is_required: bool,
         on_done: Callable[[ReadJob], None] | None,
         now: float,
+        is_idle: bool = False,
     ) -> ReadJob:
-        """Queue a record.  copies: the ways to read it whole, each as reads that fill the same bytes."""
+        """Queue a record.  copies: the ways to read it whole, each as reads that fill the same bytes.
+
+        is_idle: read only while its drives have nothing else to read.
+        """
         drives = {self._drive_of[span.file_idx] for copy in copies for span in copy}
         ways = self._cut(copies, self._pieces * len(drives))
         self._has_copies = self._has_copies or len(copies) > 1
-        job = ReadJob(key, [spans[0] for spans in ways.values()], buffer, is_required, on_done)
+        pieces = [spans[0] for spans in ways.values()]
+        job = ReadJob(key, pieces, buffer, is_required, on_done, is_idle)
         self._push(job, _Record(ways), now)
         return job
 
@@ -143,16 +159,17 @@ class SpreadQueue:
         self._push(job, _Record(self._records.pop(job).ways), now)
 
     def promote(self, job: ReadJob) -> None:
-        """Make a guess required: it was right."""
+        """Make a guess or an idle job required: it was right."""
         if job.is_required or job.is_done:
             return
-        job.is_required = True
+        before = _rank(job)
+        job.is_required, job.is_idle = True, False
         record = self._records[job]
         for drive, part in record.parts:
             if not part.is_done:
                 left = self._left_nbytes(drive, part)
-                self._drives[drive].nbytes[False] -= left
-                self._drives[drive].nbytes[True] += left
+                self._drives[drive].nbytes[before] -= left
+                self._drives[drive].nbytes[0] += left
                 self._drives[drive].queue.promote(part)
 
     def cancel(self, job: ReadJob) -> bool:
@@ -173,8 +190,9 @@ class SpreadQueue:
     def take(self, drive: int, now: float) -> tuple[Part, Span] | None:
         """Hand out the next piece that a drive shall read, or None while nothing may start."""
         state = self._drives[drive]
-        taken = state.queue.take()
-        if taken is None and self._take_over(drive, now):
+        taken = None if state.queue.has_idle_piece else state.queue.take()
+        if taken is None:
+            self._take_over(drive, now)
             taken = state.queue.take()
         if taken is None:
             return None
@@ -221,7 +239,7 @@ class SpreadQueue:
         """Give a drive nothing more that another one has, and what waits there to those."""
         state = self._drives[drive]
         state.is_out = True
-        for part in state.queue.unissued():
+        for part in [*state.queue.unissued(), *state.queue.unissued_idle()]:
             assert isinstance(part, Part)
             record = self._records[part.record]
             back = self._withdraw(drive, part)
@@ -246,7 +264,7 @@ class SpreadQueue:
         return [
             other
             for other, state in enumerate(self._drives)
-            if waits and other != drive and not state.is_out and not state.nbytes[True]
+            if waits and other != drive and not state.is_out and not state.nbytes[0]
         ]
 
     # ---- a drive that stalls --------------------------------------------------------------------------------------
@@ -302,9 +320,9 @@ class SpreadQueue:
                 spans = [s for s in ways if not self._state(s).is_stalled] or list(ways)
             drive, span = min(
                 ((self._drive_of[span.file_idx], span) for span in spans),
-                key=lambda way: self._ends(way[0], job.is_required, way[1].nbytes, now),
+                key=lambda way: self._ends(way[0], _rank(job), way[1].nbytes, now),
             )
-            self._drives[drive].nbytes[job.is_required] += span.nbytes
+            self._drives[drive].nbytes[_rank(job)] += span.nbytes
             of_drive.setdefault(drive, []).append(span)
         for drive, pieces in of_drive.items():
             self._give(drive, job, record, pieces)
@@ -340,25 +358,24 @@ class SpreadQueue:
             for span in ways
         )
 
-    def _ends(self, drive: int, is_required: bool, nbytes: int, now: float) -> float:
-        """Return in how many seconds a drive would have read so much more: guesses stand behind all else."""
+    def _ends(self, drive: int, rank: int, nbytes: int, now: float) -> float:
+        """Return in how many seconds a drive would have read so much more: what has a higher rank stands behind."""
         state = self._drives[drive]
-        before = state.nbytes[True] + (0 if is_required else state.nbytes[False])
+        before = sum(state.nbytes[: rank + 1])
         return (before + nbytes) / state.meter.nbytes_s(now)
 
-    def _take_over(self, drive: int, now: float) -> bool:
+    def _take_over(self, drive: int, now: float) -> None:
         """Move the last required piece that waits at the drive with the longest queue, if it would end here first."""
         mine = self._drives[drive]
         if not self._has_copies or mine.is_out:
-            return False
+            return
         if any(part.is_required for part in mine.queue.unissued()):
-            return False
+            return
         longest, other = max(
-            (state.nbytes[True] / state.meter.nbytes_s(now), i)
-            for i, state in enumerate(self._drives)
+            (state.nbytes[0] / state.meter.nbytes_s(now), i) for i, state in enumerate(self._drives)
         )
         if other == drive:
-            return False
+            return
         for part in reversed(self._drives[other].queue.unissued()):
             if not part.is_required:
                 continue
@@ -369,20 +386,19 @@ class SpreadQueue:
                 for span in self._untried(record, last.dest)
                 if self._drive_of[span.file_idx] == drive
             ]
-            if not mine_too or self._ends(drive, True, last.nbytes, now) >= longest:
+            if not mine_too or self._ends(drive, 0, last.nbytes, now) >= longest:
                 continue
             self._withdraw(other, part, 1)
-            mine.nbytes[True] += last.nbytes
+            mine.nbytes[0] += last.nbytes
             self._give(drive, part.record, record, mine_too)
-            return True
-        return False
+            return
 
     def _end(self, drive: int, part: Part, piece: Span, now: float, nbytes: int) -> bool:
         """Take a piece off its drive; False: its record does not wait for it any more."""
         state = self._drives[drive]
         state.reading.remove((part, piece))
         state.meter.end(now, nbytes)
-        state.nbytes[part.is_required] -= piece.nbytes
+        state.nbytes[_rank(part)] -= piece.nbytes
         state.queue.finish(part)
         if part.lost is not None:
             part.lost.count -= 1
@@ -393,7 +409,7 @@ class SpreadQueue:
     def _withdraw(self, drive: int, part: Part, most: int | None = None) -> list[Span]:
         state = self._drives[drive]
         back = state.queue.withdraw(part, most)
-        state.nbytes[part.is_required] -= sum(piece.nbytes for piece in back)
+        state.nbytes[_rank(part)] -= sum(piece.nbytes for piece in back)
         return back
 
     def _withdraw_all(self, job: ReadJob) -> None:

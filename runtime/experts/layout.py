@@ -18,8 +18,8 @@ PACK_VERSION = 1
 PACK_HEADER = "pack.json"
 PACK_BLOCKS = "experts.bin"
 PACK_SCALARS = "scalars.f32"
-PACK_CHECKSUMS = "checksums.bin"
-CHECKSUM_NBYTES = 8  # of blake3, per block
+CHECKSUMS_NAME = "checksums.bin"  # in a pack, or of experts inside released files
+CHECKSUM_NBYTES = 8  # of blake3, per run of an expert's bytes: a packed block is one
 SCALARS_PER_EXPERT = (
     6  # global scales of gate, up, down; input scales of gate, up, down (NaN where absent)
 )
@@ -175,9 +175,13 @@ class PackedLayout:
     def files(self) -> tuple[Path, ...]:
         return (self.root / PACK_BLOCKS,)
 
-    def spans(self, key: ExpertKey) -> tuple[Span, ...]:
+    def block(self, key: ExpertKey) -> Span:
+        """Return where a block stands among all of them."""
         offset = (self.num_experts * key.layer + key.expert) * self.record_nbytes
-        return (Span(0, offset, self.record_nbytes, self.record_nbytes, 0),)
+        return Span(0, offset, self.record_nbytes, self.record_nbytes, 0)
+
+    def spans(self, key: ExpertKey) -> tuple[Span, ...]:
+        return (self.block(key),)
 
     def copies(self, key: ExpertKey) -> tuple[tuple[Span, ...], ...]:
         """Return the ways to read a record whole: one."""

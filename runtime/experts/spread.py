@@ -247,11 +247,11 @@ def open_reader(
 def spare_rows(copies: Copies | None, hw: HwConfig) -> int:
     """Return how many records may be on their way from drives that stall while others can give them.
 
-    A drive has at most a window of required ones at work, and as many that were guessed before.
+    A drive has at most a window of required ones at work, as many that were guessed before, and an idle one.
     """
     if copies is None or hw.spread is not Spread.mirror:
         return 0
-    return 2 * hw.drive.window * (len(hw.drives) - 1)
+    return (2 * hw.drive.window + 1) * (len(hw.drives) - 1)
 
 
 def drive_configs(hw: HwConfig) -> list[DriveConfig]:

@@ -126,6 +126,7 @@ class SpreadReader:
         buffer: memoryview,
         is_required: bool = True,
         on_done: Callable[[ReadJob], None] | None = None,
+        is_idle: bool = False,
     ) -> ReadJob:
         """Queue one expert, as `DirectReader.submit` does; where it is read is decided here, not by `spans`.
 
@@ -137,7 +138,8 @@ class SpreadReader:
         with self._closing:
             if self._is_closing:
                 raise RuntimeError("the reader is closed")
-            job = self._queue.job(key, copies, buffer, is_required, on_done, time.perf_counter())
+            now = time.perf_counter()
+            job = self._queue.job(key, copies, buffer, is_required, on_done, now, is_idle)
             self._wake()
         return job
 
@@ -147,7 +149,7 @@ class SpreadReader:
             self._wake()
 
     def promote(self, job: ReadJob) -> None:
-        """Move a guess to the required reads, behind those already there."""
+        """Move a guess or an idle job to the required reads, behind those already there."""
         with self._closing:
             self._queue.promote(job)
             self._wake()

@@ -13,8 +13,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from conf.schema import DirectIo, DriveConfig
-from runtime.errors import UserError
+from runtime.errors import UserError, VerificationError
 from runtime.experts import spread_reader
+from runtime.experts.checks import Checksums
+from runtime.experts.layout import ExpertKey
 from runtime.experts.plain import PlainExperts
 from runtime.experts.reader import ReadError
 from runtime.experts.spread import open_pack, spare_rows
@@ -110,6 +112,11 @@ def gone(_fd, _buffer, _offset):
     raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
 
 
+def warm_up(streamer, seed, count, cache_rows):
+    keys = [ExpertKey(layer, e) for layer in range(8) for e in range(64)]
+    streamer.warm_up(random.Random(seed).sample(keys, count), cache_rows - TOP_K)
+
+
 def stream(model, streamer, prefetch, run):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "experts", streamer)
@@ -131,10 +138,11 @@ def stream(model, streamer, prefetch, run):
     first=st.integers(0, 300),
     seed=st.integers(0, 2**32),
     script=st.sampled_from(SCRIPTS),
+    num_warm=st.sampled_from([0, 20, EVERYTHING]),
 )
 def test_any_setting(
     resident_engine, packs, heldout_tokens, wanted,
-    mode, cache_rows, sweep_rows, prefetch, window, pieces, direct, rates, fault, first, seed, script,
+    mode, cache_rows, sweep_rows, prefetch, window, pieces, direct, rates, fault, first, seed, script, num_warm,
 ):  # fmt: skip
     """Of mirrors one drive fails at any read; of the others none: they have a test of their own."""
     _, files = packs(mode)
@@ -147,6 +155,7 @@ def test_any_setting(
     preadv = Faulty(seed, layout.files[seed % 2], first, fault)
     reader = SpreadReader(layout, configs, [None] * len(configs), preadv)
     streamer = ExpertStreamer(layout, reader, cache_rows, sweep_rows, prefetch)
+    warm_up(streamer, seed, num_warm, cache_rows)
     try:
         found = stream(
             resident_engine.model,
@@ -156,7 +165,7 @@ def test_any_setting(
         )
     finally:
         streamer.close()
-    assert streamer.counters.read_nbytes > 0
+    assert streamer.counters.read_nbytes + streamer.counters.warmed > 0
     assert torch.equal(found, wanted[script])
 
 
@@ -167,7 +176,8 @@ def test_through_the_configuration(packs, make_config, heldout_tokens, wanted, m
 
     overrides, files = packs(mode)
     script = SCRIPTS[0]
-    for settings_ in ({"cache.ram_gib": 0.0}, {"cache.ram_gib": 0.002}, {"resident": True}):
+    verified = {"cache.ram_gib": 0.002, "cache.verify": True}
+    for settings_ in ({"cache.ram_gib": 0.0}, verified, {"resident": True}):
         is_resident = settings_.pop("resident", False)
         engine = Engine.open(make_config(**overrides, **settings_), files, is_resident)
         try:
@@ -188,6 +198,40 @@ def test_through_the_configuration(packs, make_config, heldout_tokens, wanted, m
     finally:
         streamed.close()
         plain.close()
+
+
+@pytest.mark.parametrize(("mode", "named"), [("stripe", 1), ("split", 2), ("mirror", 2)])
+def test_a_bit_that_turns_on_its_way(packs, mode, named):
+    """The whole block has one checksum, in however many parts it is read; every file that it is from is named."""
+    _, files = packs(mode)
+    layout = open_pack(files.pack)
+
+    def turned(fd, buffer, offset):
+        got = os.preadv(fd, [buffer], offset)
+        buffer[got // 2] ^= 16
+        return got
+
+    key = next(
+        k for k in map(ExpertKey, [2] * 64, range(64)) if layout.copies(k)[-1][-1].file_idx == 1
+    )
+    preadv = Faulty(0, layout.files[1], 0, turned)
+    # of copies the reads go to the faster drive
+    reader = SpreadReader(layout, [DriveConfig()] * 2, [1.0, 1e5], preadv)
+    checksums = Checksums.open(layout, copies=layout)
+    streamer = ExpertStreamer(layout, reader, TOP_K, 1, 0, checksums=checksums)
+    try:
+        with pytest.raises(VerificationError, match=f"layer 2, expert {key.expert} came") as caught:
+            list(streamer.fetch(2, [key.expert]))
+        preadv.fault = honest
+        ((_, record),) = streamer.fetch(2, [key.expert])
+        wanted = PlainExperts(layout)
+        ((_, right),) = wanted.fetch(2, [key.expert])
+        assert torch.equal(record, right)
+        wanted.close()
+    finally:
+        streamer.close()
+    assert str(layout.files[1]) in caught.value.message
+    assert sum(str(file) in caught.value.message for file in layout.files) == named
 
 
 @pytest.mark.parametrize("mode", ["stripe", "split"])
@@ -218,8 +262,9 @@ def test_a_striped_drive_that_vanishes_is_a_clear_error(
 
 @pytest.mark.parametrize("first", [0, 11, 90])
 @pytest.mark.parametrize("cache_rows", [TOP_K + 2, EVERYTHING])
+@pytest.mark.parametrize("num_warm", [0, EVERYTHING])
 def test_a_mirror_that_stalls_and_wakes_up_with_wrong_bytes(
-    resident_engine, packs, make_config, heldout_tokens, wanted, monkeypatch, caplog, first, cache_rows
+    resident_engine, packs, make_config, heldout_tokens, wanted, monkeypatch, caplog, first, cache_rows, num_warm
 ):  # fmt: skip
     """Reads that were given up write garbage in the end: into no row that is in use, now or from the cache later."""
     monkeypatch.setattr(spread_reader, "STALL_S", 0.1)
@@ -238,7 +283,11 @@ def test_a_mirror_that_stalls_and_wakes_up_with_wrong_bytes(
     preadv = Faulty(first, layout.files[0], first, stall)
     reader = SpreadReader(layout, [config] * 2, [None] * 2, preadv)
     spares = spare_rows(layout, make_config(**overrides).hw)
-    streamer = ExpertStreamer(layout, reader, cache_rows, 3, 2, spare_rows=spares)
+    checksums = Checksums.open(layout, copies=layout)
+    streamer = ExpertStreamer(
+        layout, reader, cache_rows, 3, 2, checksums=checksums, spare_rows=spares
+    )
+    warm_up(streamer, first, num_warm, cache_rows)
     model, script = resident_engine.model, SCRIPTS[2]
     try:
         found = stream(model, streamer, 2, lambda m: run_script(m, script, heldout_tokens))

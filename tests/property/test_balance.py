@@ -31,8 +31,10 @@ class World:
         self.homes, self.filled, self.done, self.restarts = {}, {}, {}, 0
         self.lost = {}  # job -> pieces that no copy could give
 
-    def submit(self, key, drives, is_required):
-        job = self.queue.job(key, copies_of(key, drives), memoryview(b""), is_required, None, self.now)  # fmt: skip
+    def submit(self, key, drives, kind):
+        job = self.queue.job(
+            key, copies_of(key, drives), memoryview(b""), kind == "required", None, self.now, kind == "idle"
+        )  # fmt: skip
         self.homes[job], self.filled[job] = set(drives), set()
         return job
 
@@ -45,7 +47,10 @@ class World:
         assert piece.file_idx == drive, "a drive reads its own file"
         assert drive in self.homes[job], "and only what it holds"
         assert piece.offset // RECORD == job.key.expert
-        assert sum(d == drive for d, _, _ in self.reading) < 64
+        mine = [(other, piece) for d, other, piece in self.reading + self.stuck if d == drive]
+        assert len(mine) < 64
+        if job.is_idle:
+            assert not mine, "an idle job goes a piece at a time, while its drive has nothing else"
         self.reading.append((drive, part, piece))
 
     def back(self):
@@ -112,7 +117,9 @@ def test_every_record_comes_once_and_whole(seed, num_drives, failing, stalling, 
         homes = pick.sample(range(num_drives), count)
         if stalling and num_drives - 1 not in homes:
             homes.append(num_drives - 1)
-        job = world.submit(ExpertKey(0, number), homes, pick.random() < 0.7)
+        job = world.submit(
+            ExpertKey(0, number), homes, pick.choice(["required", "required", "guess", "idle"])
+        )
         jobs.append(job)
         for _ in range(pick.randrange(12)):
             world.now += pick.random() / 100
@@ -148,7 +155,7 @@ def test_every_record_comes_once_and_whole(seed, num_drives, failing, stalling, 
     assert not world.restarts or stalling
     for drive, part, piece in world.stuck:  # the stalled drive wakes up at last
         world.end(drive, part, piece)
-    assert all(drive.nbytes == {True: 0, False: 0} for drive in world.queue._drives)
+    assert all(drive.nbytes == [0, 0, 0] for drive in world.queue._drives)
     assert not world.queue._records
 
 
@@ -182,7 +189,7 @@ def test_pieces_go_where_they_end_first():
     for number in range(9):
         key = ExpertKey(0, number)
         queue.job(key, copies_of(key, [0, 1]), memoryview(b""), True, None, 0.0)
-    slow, fast = (queue._drives[i].nbytes[True] for i in range(2))
+    slow, fast = (queue._drives[i].nbytes[0] for i in range(2))
     assert slow + fast == 9 * RECORD
     assert abs(fast - 2 * slow) <= 2 * PAGE_NBYTES
 
@@ -193,7 +200,7 @@ def test_a_drive_that_runs_dry_takes_over_what_waits_elsewhere():
     keys = [ExpertKey(0, number) for number in range(4)]
     for key in keys:
         queue.job(key, copies_of(key, [0, 1]), memoryview(b""), True, None, 0.0)
-    assert queue._drives[1].nbytes[True] == 0, "believed to be the slower one"
+    assert queue._drives[1].nbytes[0] == 0, "believed to be the slower one"
     first = queue.take(0, 0.0)
     assert queue.take(1, 0.0) is None, "it would not end first as things are"
     assert first is not None

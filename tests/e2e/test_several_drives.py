@@ -27,6 +27,8 @@ from runtime.experts.layout import ExpertKey, PackedLayout
 from runtime.experts.spread import SpreadPack, open_pack
 from stages import spot_check
 from stages.core import Runner, StageContext
+from stages.doctor_record import read_record
+from stages.opening import engine_files, setup_stages
 
 LAYERS, EXPERTS, RECORD = 8, 64, 24576
 EVERY = [ExpertKey(layer, e) for layer in range(LAYERS) for e in range(EXPERTS)]
@@ -303,6 +305,15 @@ def test_doctor_measures_each_drive(tmp_path, capsys):
     assert "hw.drives[0]" in found["1: shared"]["value"]
     for i in range(2):
         assert str(tmp_path / f"d{i}") in found[f"{i}: place"]["value"]
+        own = record["drives"][i]
+        assert (own["drive"], own["folder"]) == (i, str(tmp_path / f"d{i}"))
+        assert own["drive_gib_s"] == rates[f"drive_{i}_gib_s"]
+    kept = read_record(runner, RECORD)
+    assert {name: kept.rates[name] for name in rates} == rates
+    assert not kept.notes
+    assert read_record(make_runner(tmp_path / "out"), RECORD).rates["drive_gib_s"] in (
+        rates["drive_0_gib_s"], rates["drive_1_gib_s"]
+    ), "one drive, of the same kind"  # fmt: skip
     assert not list(tmp_path.rglob("*probe*"))
     (tmp_path / "d1").rmdir()
     with pytest.raises(UserError, match="1: place"):
@@ -381,11 +392,12 @@ def test_answers_from_mirrored_shards(tmp_path, monkeypatch, caplog):
     from runtime.experts import spread_reader
     from runtime.sampling import SamplingParams
     from runtime.session import Session
-    from stages.opening import engine_files
 
-    runner = make_mirror(tmp_path, "hw=cpu", "hw.compute_threads=1", "cache.ram_gib=0")
-    runner.run(["mirror"])
-    inputs = {name: runner.find(name) for name in ("download", "mirror")}
+    verified = ("cache.ram_gib=0", "cache.verify=true")
+    runner = make_mirror(tmp_path, "hw=cpu", "hw.compute_threads=1", *verified)
+    assert setup_stages(runner.cfg) == ("download", "mirror", "checksums")
+    runner.run(["mirror", "checksums"])
+    inputs = {name: runner.find(name) for name in setup_stages(runner.cfg)}
 
     def answer(files, preadv=os.preadv):
         defaults = (preadv,)
@@ -423,6 +435,15 @@ def test_answers_from_mirrored_shards(tmp_path, monkeypatch, caplog):
     assert not caplog.records
     assert answer(engine_files(inputs), failing) == wanted
     assert "drive 0 of hw.drives" in caplog.text
+
+    def turned(fd, buffers, offset):
+        got = failing(fd, buffers, offset)
+        buffers[0][got // 2] ^= 16
+        return got
+
+    with pytest.raises(VerificationError, match=r"came from .* or .* with wrong bytes") as caught:
+        answer(engine_files(inputs), turned)
+    assert "force=[mirror]" in caught.value.hint
     os.rename(tmp_path / "d1", tmp_path / "unplugged")
     assert answer(engine_files(inputs)) == wanted
     assert "drive 1 of hw.drives" in caplog.text
