@@ -97,6 +97,14 @@ class Kernels(Enum):
     ours = "ours"  # this project's: Triton on a GPU, plain torch on a CPU
 
 
+class DraftSource(Enum):
+    """Who guesses the next tokens."""
+
+    auto = "auto"  # the checkpoint's draft heads where it has them, else look-up
+    heads = "heads"  # the checkpoint's draft heads
+    lookup = "lookup"  # what followed the conversation's last tokens when they stood there before; any model
+
+
 class Replay(Enum):
     """How a DeepSeek prompt goes through the later layers."""
 
@@ -240,11 +248,21 @@ class PrefetchConfig:
 
 @dataclass
 class DraftsConfig:
-    """Greedy decoding with the model's own draft heads, for families that have them: the same tokens."""
+    """Decoding with guesses that a pass of the model checks, greedy and sampled: the same tokens."""
 
     enabled: bool = False
-    depth: int | None = None  # guesses per pass; null: as many as the heads give
-    ram_gib: float = 0.0  # of their experts kept in RAM; 0: only those of the layer in use
+    source: DraftSource = DraftSource.auto
+    depth: int | None = (
+        None  # guesses per pass at most; null: as many as the heads give, 4 of a look-up
+    )
+    gate: bool = (
+        True  # learn which depth is fastest, 0 (off) among them; false: always drafts.depth
+    )
+    lookup_longest: int = (
+        4  # tokens of the conversation's ending that are looked for in it, first so many,
+    )
+    lookup_shortest: int = 2  # then fewer, down to so many
+    ram_gib: float = 0.0  # of the heads' experts kept in RAM; 0: only those of the layer in use
 
 
 @dataclass
@@ -610,6 +628,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "prefetch.experts": (0, 64),
     "prefetch.copy": (0, 64),
     "drafts.depth": (1, 64),
+    "drafts.lookup_longest": (1, 64),
+    "drafts.lookup_shortest": (1, 64),
     "drafts.ram_gib": (0, 2**20),
     "model.synthetic.experts": (1, 2**16),
     "model.synthetic.layers": (1, 2**10),
@@ -719,7 +739,13 @@ def load(cfg: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     assert isinstance(run, RunConfig)
-    faults = [*_range_faults(run), *_family_faults(run), *_memory_faults(run), *_stage_faults(run)]
+    faults = [
+        *_range_faults(run),
+        *_family_faults(run),
+        *_drafts_faults(run),
+        *_memory_faults(run),
+        *_stage_faults(run),
+    ]
     if faults:
         raise ConfigError("; ".join(faults))
     return run
@@ -798,6 +824,22 @@ def _memory_faults(run: RunConfig) -> Iterable[str]:
         and not memory.sentences
     ):
         yield "stages=[memory_prune] needs what goes: memory.keep=N, memory.before=2026-01-31 or memory.sentences=[1,2]"
+
+
+def _drafts_faults(run: RunConfig) -> Iterable[str]:
+    drafts = run.drafts
+    if drafts.lookup_shortest > drafts.lookup_longest:
+        yield (
+            f"drafts.lookup_shortest is {drafts.lookup_shortest}, above drafts.lookup_longest, which is "
+            f"{drafts.lookup_longest}"
+        )
+    if not drafts.enabled:
+        return
+    if run.record:
+        yield "record=true writes what single tokens ask for: leave out drafts.enabled, or record"
+    plain = [name for name in run.stages if name.startswith("memory_") or name == "simulate"]
+    if plain:
+        yield f"stages=[{plain[0]}] knows no drafts: leave out drafts.enabled"
 
 
 def _family_faults(run: RunConfig) -> Iterable[str]:

@@ -275,6 +275,10 @@ class SlotExperts:
         return self.source.max_hold
 
     @property
+    def max_route(self) -> int:
+        return self.source.max_route
+
+    @property
     def record_nbytes(self) -> int:
         return self.source.record_nbytes
 

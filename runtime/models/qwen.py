@@ -25,13 +25,15 @@ from kernels import reference as ops
 from kernels.fp8_matvec import linear, linear_pair
 from runtime.budget import ModelSizes
 from runtime.checkpoint import bytes_to_tensor, read_extent, read_header, torch_dtype
+from runtime.drafts.opening import check_device
 from runtime.errors import UserError
 from runtime.experts.layout import Nvfp4Shape, PackedLayout
 from runtime.experts.reader import DirectReader
 from runtime.experts.routes import Guesses
 from runtime.experts.slots import SlotExperts
-from runtime.experts.streamer import ExpertSource
+from runtime.experts.streamer import ExpertSource, fetch_union
 from runtime.models.buffers import appended, check_context
+from runtime.models.qwen_attempt import QwenAttempt
 from runtime.models.qwen_codec import QwenCodec
 from runtime.models.qwen_decode import Decoder
 from runtime.models.qwen_state import AttentionState, QwenState
@@ -392,14 +394,48 @@ class Moe:
 
     def __call__(self, x: Tensor, experts: ExpertSource, num_guesses: int) -> Tensor:
         """x: [T, H].  Returns [T, H]."""
-        ids, weights = self.route(x)
         if x.shape[0] == 1:
-            ranked = self._rank(x, num_guesses) if num_guesses else None
-            ahead = [] if ranked is None else Guesses(ranked[1].tolist(), ranked[0])
-            routed = self._decode(x, ids[0], weights[0], experts, ahead)
-        else:
-            routed = self._prefill(x, ids, weights, experts)
+            return self.rows([x], experts, num_guesses)[0]
+        routed = self._prefill(x, *self.route(x), experts)
         return routed.add_(self.share(x)).to(x.dtype)
+
+    def rows(self, xs: Sequence[Tensor], experts: ExpertSource, num_guesses: int) -> list[Tensor]:
+        """As `__call__` for each of several tokens [1, H] alone, to the bit; each expert is fetched once for all."""
+        # the sum runs by ascending expert id, as in a prompt, whatever arrives first
+        chosen = [self.route(x) for x in xs]
+        routes = [ids[0].tolist() for ids, _ in chosen]  # the host waits here
+        orders = [ids[0].argsort() for ids, _ in chosen]
+        places = [{expert: row for row, expert in enumerate(sorted(route))} for route in routes]
+        parts = [
+            torch.empty(len(r), x.shape[1], dtype=torch.float32, device=x.device)
+            for r, x in zip(routes, xs, strict=True)
+        ]
+        for expert, record in fetch_union(
+            experts, self.layer, routes, self._guesses(xs, num_guesses)
+        ):
+            gate_up, down = ops.nvfp4_expert_matrices(
+                record.to(xs[0].device), self.spec.hidden, self.spec.intermediate
+            )
+            for x, place, part in zip(xs, places, parts, strict=True):
+                if expert in place:
+                    part[place[expert]] = ops.scaled_swiglu_expert(
+                        x, gate_up, down, self.scales[expert]
+                    )[0]
+        sums = [
+            weights[0][order].unsqueeze(0) @ part
+            for (_, weights), order, part in zip(chosen, orders, parts, strict=True)
+        ]
+        return [total.add_(self.share(x)).to(x.dtype) for total, x in zip(sums, xs, strict=True)]
+
+    def _guesses(self, xs: Sequence[Tensor], count: int) -> list[int]:
+        """Return likely experts of the next layer: of one token best first, of several each one's best first."""
+        ranked = [
+            found for found in (self._rank(x, count) for x in xs if count) if found is not None
+        ]
+        if len(ranked) == 1:
+            return Guesses(ranked[0][1].tolist(), ranked[0][0])
+        by_rank = zip(*(ids.tolist() for _, ids in ranked), strict=True)
+        return list(dict.fromkeys(expert for same_rank in by_rank for expert in same_rank))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts [T, k] int64, best first, and their weights [T, k] fp32, which sum to one."""
@@ -422,24 +458,6 @@ class Moe:
             return None
         top = F.linear(x * self.next_ratio, self.next_router)[0].topk(count)
         return top.values, top.indices
-
-    def _decode(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        experts: ExpertSource,
-        guesses: Sequence[int],
-    ) -> Tensor:
-        route = ids.tolist()  # the host waits here
-        # the sum runs by ascending expert id, as in a prompt, whatever arrives first
-        order = ids.argsort()
-        place = {expert: row for row, expert in enumerate(sorted(route))}
-        fetched = experts.fetch(self.layer, route, guesses)
-        rows = torch.empty(len(place), x.shape[1], dtype=torch.float32, device=x.device)
-        for expert, record in fetched:
-            rows[place[expert]] = self._expert(x, expert, record)[0]
-        return weights[order].unsqueeze(0) @ rows
 
     def _prefill(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSource) -> Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -587,6 +605,10 @@ class QwenModel:
             return self.decoder.step(token, state).clone()  # the next step overwrites its buffer
         return self._forward([token], state, all_logits=False, after_layer=lambda: None)
 
+    def attempt(self, tokens: Sequence[int], state: QwenState) -> QwenAttempt:
+        """Take in a few tokens that may be taken back; on a CPU, each as `decode` would, to the bit."""
+        return QwenAttempt(self, tokens, state)
+
     @torch.inference_mode()
     def _forward(
         self,
@@ -660,10 +682,8 @@ def read_spec(snapshot: Path) -> QwenSpec:
 
 
 def check_support(spec: QwenSpec, config: RunConfig, device: torch.device) -> None:
-    """Refuse what this engine cannot do for the model. Both devices will do."""
-    del device
-    if config.drafts.enabled:
-        raise UserError("drafts.enabled=true, but this family has no draft heads", "leave it out")
+    """Refuse what this engine cannot do for the model."""
+    check_device(config.drafts, device)
     check_context(config.model.context_tokens, spec.max_positions)
 
 

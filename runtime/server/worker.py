@@ -442,6 +442,6 @@ def _engine_facts(engine: Engine) -> dict[str, Any]:
         "vram_expert_nbytes": 0 if vram is None else vram.slots * vram.record_nbytes,
         "io_direct": engine.is_direct,
         "prefill_tokens": engine.prefill_tokens,
-        "has_drafts": engine.drafting is not None,
+        "drafts": None if engine.drafting is None else engine.drafting.report(),
         "sampling": asdict(engine.default_sampling()),
     }
