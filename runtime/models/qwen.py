@@ -10,6 +10,7 @@ The residual R is [T, S, H]; each block reads it through a hyper-connection and 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +25,8 @@ from conf.schema import Deltanet, RunConfig
 from kernels import reference as ops
 from kernels.fp8_matvec import linear, linear_pair
 from runtime.budget import ModelSizes
-from runtime.checkpoint import bytes_to_tensor, read_extent, read_header, torch_dtype
-from runtime.drafts.opening import check_device
+from runtime.checkpoint import Checkpoint, bytes_to_tensor, read_extent, read_header, torch_dtype
+from runtime.drafts.opening import check_device, has_heads
 from runtime.errors import UserError
 from runtime.experts.layout import Nvfp4Shape, PackedLayout
 from runtime.experts.reader import DirectReader
@@ -47,6 +48,7 @@ from runtime.models.qwen_weights import (
 from runtime.rows import RowReader
 
 if TYPE_CHECKING:
+    from runtime.drafts.heads import HeadedModel
     from runtime.engine import EngineFiles
 
 
@@ -272,13 +274,12 @@ class Attention:
             gain("indexer.k_layernorm"),
         )
 
-    def __call__(self, x: Tensor, state: QwenState, start: int, cos: Tensor, sin: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, cache: AttentionState, start: int, cos: Tensor, sin: Tensor
+    ) -> Tensor:
         """x: [T, H], from position `start`.  cos, sin: [T, rotary_dim / 2] of these positions.  Returns [T, H]."""
-        tokens, cache = x.shape[0], state.attention[self.layer]
-        q, k, v, gate, index_q, raw = self.project(x, cos, sin)
-        cache.keys = appended(cache.keys, start, k)
-        cache.values = appended(cache.values, start, v)
-        self._update_index(raw, cache, start)
+        tokens = x.shape[0]
+        q, gate, index_q = self.enter(x, cache, start, cos, sin)
         out = torch.empty_like(q)
         # scores of all queries at once would be the largest thing in memory
         rows = max(1, ATTENTION_NBYTES // (10 * self.spec.heads * (start + tokens)))
@@ -286,6 +287,16 @@ class Attention:
             part = slice(first, min(first + rows, tokens))
             out[part] = self._attend(q[part], index_q[part], cache, start + first)
         return F.linear((out * torch.sigmoid(gate)).flatten(1), self.out)
+
+    def enter(
+        self, x: Tensor, cache: AttentionState, start: int, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Take in keys and values as for `__call__`.  Returns queries, output gates and the indexer's queries."""
+        q, k, v, gate, index_q, raw = self.project(x, cos, sin)
+        cache.keys = appended(cache.keys, start, k)
+        cache.values = appended(cache.values, start, v)
+        self._update_index(raw, cache, start)
+        return q, gate, index_q
 
     def _attend(self, q: Tensor, index_q: Tensor, cache: AttentionState, start: int) -> Tensor:
         """q: [T, heads, head_dim] and index_q of positions from `start`, whose keys are in the cache already."""
@@ -413,9 +424,7 @@ class Moe:
         for expert, record in fetch_union(
             experts, self.layer, routes, self._guesses(xs, num_guesses)
         ):
-            gate_up, down = ops.nvfp4_expert_matrices(
-                record.to(xs[0].device), self.spec.hidden, self.spec.intermediate
-            )
+            gate_up, down = self.matrices(expert, record.to(xs[0].device))
             for x, place, part in zip(xs, places, parts, strict=True):
                 if expert in place:
                     part[place[expert]] = ops.scaled_swiglu_expert(
@@ -426,6 +435,11 @@ class Moe:
             for (_, weights), order, part in zip(chosen, orders, parts, strict=True)
         ]
         return [total.add_(self.share(x)).to(x.dtype) for total, x in zip(sums, xs, strict=True)]
+
+    def matrices(self, expert: int, record: Tensor) -> tuple[Tensor, Tensor]:
+        """Return an expert's gate and up [2 I, H] and down [H, I] in fp32, without their global scales."""
+        del expert  # all records are alike
+        return ops.nvfp4_expert_matrices(record, self.spec.hidden, self.spec.intermediate)
 
     def _guesses(self, xs: Sequence[Tensor], count: int) -> list[int]:
         """Return likely experts of the next layer: of one token best first, of several each one's best first."""
@@ -566,6 +580,8 @@ class QwenModel:
         self.decoder: Decoder | None = (
             None  # decodes instead of the layers' own path, where it is set
         )
+        self.keeps_streams = False  # whether `taps` is asked for after each forward
+        self.streams: Tensor | None = None
 
     @property
     def device_wait_ns(self) -> int:
@@ -605,6 +621,12 @@ class QwenModel:
             return self.decoder.step(token, state).clone()  # the next step overwrites its buffer
         return self._forward([token], state, all_logits=False, after_layer=lambda: None)
 
+    def taps(self) -> Tensor:
+        """Return the last forward's streams before the final mixer [T, S, H], once: they are not kept."""
+        assert self.streams is not None, "keeps_streams was not set before the forward"
+        streams, self.streams = self.streams, None
+        return streams
+
     def attempt(self, tokens: Sequence[int], state: QwenState) -> QwenAttempt:
         """Take in a few tokens that may be taken back; on a CPU, each as `decode` would, to the bit."""
         return QwenAttempt(self, tokens, state)
@@ -642,7 +664,7 @@ class QwenModel:
                 block_x, amount = self.attention_mixers[layer].read(residual[part])
                 if isinstance(block, Attention):
                     start = state.position + part.start
-                    y = block(block_x, state, start, cos[part], sin[part])
+                    y = block(block_x, state.attention[layer], start, cos[part], sin[part])
                 else:
                     y = block(block_x, state)
                 residual[part] += amount * y.unsqueeze(1)
@@ -654,6 +676,8 @@ class QwenModel:
             after_layer()
         state.ngram_context = [*state.ngram_context, *tokens][-2:]
         state.position += len(tokens)
+        if self.keeps_streams:
+            self.streams = residual
         last, _ = self.final_mixer.mix(residual if all_logits else residual[-1:])
         return F.linear(last, self.head).float()
 
@@ -706,7 +730,16 @@ def model_sizes(
     assert files.residents is not None, "the residents stage makes it"
     header = read_header(files.residents / RESIDENTS_NAME)
     kept = {name: (info.dtype, info.shape) for name, info in header.items()}
-    return _sizes(spec, kept, layout.record_nbytes, config, dtype)
+    sizes = _sizes(spec, kept, layout.record_nbytes, config, dtype)
+    if not config.drafts.enabled:
+        return sizes
+    from runtime.models.qwen_drafts import mtp_depth, mtp_nbytes
+
+    checkpoint = Checkpoint.open(files.snapshot)
+    if not has_heads(config.drafts, mtp_depth(checkpoint)):
+        return sizes
+    residents = sizes.residents_nbytes + mtp_nbytes(checkpoint, spec, config.drafts, dtype)
+    return dataclasses.replace(sizes, residents_nbytes=residents)
 
 
 def planned_sizes(
@@ -788,7 +821,7 @@ def open_model(
     config: RunConfig,
     device: torch.device,
     dtype: torch.dtype,
-) -> QwenModel:
+) -> QwenModel | HeadedModel:
     """Load the residents and open the n-gram table."""
     del layout  # a packed record holds its payload from the first byte
     assert files.residents is not None, "the residents stage makes it"
@@ -815,6 +848,12 @@ def open_model(
     model = QwenModel(spec, weights, scales.to(device), experts, rows, table_scale, guesses)
     if device.type == "cuda":
         model.decoder = Decoder(model, config.model.context_tokens, config.hw.graphs)
+    if config.drafts.enabled:
+        from runtime.models.qwen_drafts import mtp_depth, with_mtp
+
+        checkpoint = Checkpoint.open(files.snapshot)
+        if has_heads(config.drafts, mtp_depth(checkpoint)):
+            return with_mtp(model, checkpoint, config, dtype)
     return model
 
 

@@ -61,7 +61,7 @@ class QwenAttempt:
             for residual, place, (cos, sin) in zip(streams, places, tables, strict=True):
                 x, amount = model.attention_mixers[layer].read(residual)
                 if isinstance(block, Attention):
-                    y = block(x, state, place, cos, sin)
+                    y = block(x, state.attention[layer], place, cos, sin)
                     self._open_block[layer].append(state.attention[layer].open_block)
                 else:
                     state.delta[layer] = state.delta[layer].clone()  # it is written in place

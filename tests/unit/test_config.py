@@ -119,6 +119,7 @@ def test_no_two_keys_mean_the_same():
     """One name for one thing; the same last word twice needs a reason, stated here."""
     reasons = {
         "name": "of a model, of a machine",
+        "source": "of a model's files, of guesses",
         "seed": "of sampling, of the choice of experts to check, of random weights, of a bench's prompt",
         "ram_gib": "of the machine, of the cache, of the drafts' experts, of copies of conversations, of cold blocks",
         "disk_gib": "of a synthetic model, of copies of conversations",
