@@ -15,19 +15,25 @@ from runtime.units import MIB
 TRIALS = 3  # passes of each depth before any is preferred
 PROBE_EVERY = 32  # passes of the preferred depth between two of another one
 MEMORY = 32  # passes: what is older than about so many has faded
+FRESH = 0.25  # share of the newest value at most, however old the others are
 CLOSE = 0.02  # of the best time per token: within it, fewer bytes win
 
 
 @dataclass(slots=True)
 class _Mean:
-    """A mean of what was seen, the last `MEMORY` values in the main."""
+    """A mean of what was seen, the last `MEMORY` passes in the main."""
 
     count: int = 0
     value: float = 0.0
+    last: int = -1  # number of the pass that was seen last
 
-    def see(self, value: float) -> None:
+    def see(self, value: float, number: int) -> None:
+        """number: of the pass."""
         self.count += 1
-        self.value += (value - self.value) / min(self.count, MEMORY)
+        age = number - self.last
+        share = max(1 / self.count, min(age / MEMORY, FRESH))
+        self.value += (value - self.value) * share
+        self.last = number
 
 
 @dataclass(slots=True)
@@ -36,7 +42,6 @@ class _Depth:
 
     ms: _Mean
     nbytes: _Mean
-    last: int = -1  # number of the pass that was measured last
 
 
 class DepthGate:
@@ -76,7 +81,9 @@ class DepthGate:
             self._wanted = self.best
         else:
             best = self.best
-            self._wanted = min((d for d in depths if d != best), key=lambda d: self._depths[d].last)
+            self._wanted = min(
+                (d for d in depths if d != best), key=lambda d: self._depths[d].ms.last
+            )
         return self._wanted
 
     def record(self, guesses: int, accepted: int, duration_ns: int, read_nbytes: int) -> None:
@@ -84,12 +91,11 @@ class DepthGate:
         is_probe = guesses == self._wanted != self.best
         self._since_probe = 0 if is_probe else self._since_probe + 1
         found = self._depths[guesses]
-        found.ms.see(duration_ns / 1e6)
-        found.nbytes.see(read_nbytes)
-        found.last = self._passes
-        self._passes += 1
+        found.ms.see(duration_ns / 1e6, self._passes)
+        found.nbytes.see(read_nbytes, self._passes)
         for at in range(min(accepted + 1, guesses)):
-            self._accepted[at].see(float(at < accepted))
+            self._accepted[at].see(float(at < accepted), self._passes)
+        self._passes += 1
 
     def tokens(self, depth: int) -> float:
         """Return how many tokens a pass of this depth is expected to give."""
