@@ -258,10 +258,8 @@ class DraftsConfig:
     gate: bool = (
         True  # learn which depth is fastest, 0 (off) among them; false: always drafts.depth
     )
-    lookup_longest: int = (
-        4  # tokens of the conversation's ending that are looked for in it, first so many,
-    )
-    lookup_shortest: int = 2  # then fewer, down to so many
+    # tokens of the conversation's ending that are looked for in it, the largest number first
+    ngrams: list[int] = field(default_factory=lambda: [4, 3, 2])
     ram_gib: float = 0.0  # of the heads' experts kept in RAM; 0: only those of the layer in use
 
 
@@ -628,8 +626,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     "prefetch.experts": (0, 64),
     "prefetch.copy": (0, 64),
     "drafts.depth": (1, 64),
-    "drafts.lookup_longest": (1, 64),
-    "drafts.lookup_shortest": (1, 64),
     "drafts.ram_gib": (0, 2**20),
     "model.synthetic.experts": (1, 2**16),
     "model.synthetic.layers": (1, 2**10),
@@ -828,11 +824,8 @@ def _memory_faults(run: RunConfig) -> Iterable[str]:
 
 def _drafts_faults(run: RunConfig) -> Iterable[str]:
     drafts = run.drafts
-    if drafts.lookup_shortest > drafts.lookup_longest:
-        yield (
-            f"drafts.lookup_shortest is {drafts.lookup_shortest}, above drafts.lookup_longest, which is "
-            f"{drafts.lookup_longest}"
-        )
+    if not drafts.ngrams or not all(1 <= length <= 64 for length in drafts.ngrams):
+        yield f"drafts.ngrams are numbers of tokens, 1 to 64 each, at least one, got {drafts.ngrams}"
     if not drafts.enabled:
         return
     if run.record:

@@ -76,10 +76,12 @@ def measure(engine: Engine, config: BenchConfig) -> Bench:
     is_drafting = engine.drafting is not None
     energy = GpuEnergy.open()
     with Progress("bench: tokens", (1 + is_drafting) * config.repeats * num_steps) as bar:
-        for _ in range(config.repeats):
-            repeats.append(_repeat(engine, config, prompt, rates, bar, energy, is_drafting))
-            if is_drafting:  # in turn: what else the machine does meets both alike
-                plain.append(_repeat(engine, config, prompt, rates, bar, energy, False))
+        for number in range(config.repeats):
+            # in turn, and each first as often: what else the machine does, and who warms what, meets both alike
+            variants = [True, False] if is_drafting else [False]
+            for has_drafts in variants if number % 2 else variants[::-1]:
+                done = _repeat(engine, config, prompt, rates, bar, energy, has_drafts)
+                (repeats if has_drafts == is_drafting else plain).append(done)
     joules = [repeat.joules for repeat in repeats if repeat.joules is not None]
     num_tokens = sum(token.num_tokens for repeat in repeats for token in repeat.tokens)
     total = _summary(engine, None, [token for r in repeats for token in r.tokens], rates)

@@ -62,7 +62,7 @@ class Drafted:
     """What became of the guesses, warm-up included, and what the same repeats took without them."""
 
     report: Mapping[str, Any]  # of runtime.drafts
-    plain: Sequence[Repeat]  # without drafts, each after one with them
+    plain: Sequence[Repeat]  # without drafts, in turn with the others
     total: RunSummary  # over the counted tokens of those
 
 

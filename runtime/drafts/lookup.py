@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 TOKEN_NBYTES = array("I").itemsize
 
@@ -11,11 +11,11 @@ TOKEN_NBYTES = array("I").itemsize
 class PromptLookup:
     """Finds the longest ending of a conversation that it has had before, and proposes what came then."""
 
-    def __init__(self, longest: int, shortest: int) -> None:
-        """longest, shortest: tokens of an ending that are looked for."""
-        if not 1 <= shortest <= longest:
-            raise ValueError(f"endings of {shortest} to {longest} tokens cannot be looked for")
-        self.longest, self.shortest = longest, shortest
+    def __init__(self, lengths: Collection[int]) -> None:
+        """lengths: tokens of the endings that are looked for, the longest first."""
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"endings of {list(lengths)} tokens cannot be looked for")
+        self.lengths = sorted(set(lengths), reverse=True)
 
     def propose(self, tokens: Sequence[int], token: int, state: object, depth: int) -> list[int]:
         """Return `depth` tokens that may follow `tokens` and `token`, or none where no ending is found.
@@ -26,8 +26,8 @@ class PromptLookup:
         del state  # the tokens tell all
         text = array("I", tokens)
         text.append(token)
-        for length in range(min(self.longest, len(text) - 1), self.shortest - 1, -1):
-            end = find_latest(text, length)
+        for length in self.lengths:
+            end = find_latest(text, length) if length < len(text) else None
             if end is not None:
                 guesses = text[end:]
                 while len(guesses) < depth:

@@ -52,7 +52,7 @@ def open_drafting(config: DraftsConfig, model: Any, read_nbytes: Callable[[], in
     if isinstance(model, HeadedModel):
         source, name, most = model, DraftSource.heads, model.heads.block
     else:
-        lookup = PromptLookup(config.lookup_longest, config.lookup_shortest)
+        lookup = PromptLookup(config.ngrams)
         source, name, most = lookup, DraftSource.lookup, LOOKUP_DEPTH
     depth = most if config.depth is None else config.depth
     gate = DepthGate(depth) if config.gate else None

@@ -251,7 +251,7 @@ def test_look_up_finds_what_a_model_repeats_and_changes_nothing(engines, heldout
     engine, params = engines[name], SamplingParams(temperature=0.0, max_tokens=40)
     prompt = heldout_tokens[:30] * 2
     wanted = answer(engine, prompt, params)
-    drafting = drafting_of(engine.model, PromptLookup(3, 1), 3, DepthGate(3))
+    drafting = drafting_of(engine.model, PromptLookup([3, 2, 1]), 3, DepthGate(3))
     assert_same_answers(answer(engine, prompt, params, drafting), wanted)
     assert drafting.proposed > drafting.accepted > 0
     assert drafting.passes + drafting.accepted == 39

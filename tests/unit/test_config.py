@@ -311,6 +311,21 @@ def test_several_faults_are_listed_together():
         assert part in message
 
 
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["drafts.ngrams=[]"], "drafts.ngrams are numbers of tokens, 1 to 64 each"),
+        (["drafts.ngrams=[3,0]"], "drafts.ngrams are numbers of tokens, 1 to 64 each"),
+        (["drafts.enabled=true", "record=true"], "record=true writes what single tokens ask for"),
+        (["drafts.enabled=true", "stages=[simulate]"], "stages=[simulate] knows no drafts"),
+        (["drafts.enabled=true", "deepseek.arithmetic=reference"], "are of deepseek.arithmetic=native"),
+    ],
+)  # fmt: skip
+def test_drafts_that_cannot_be(argv, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        load(composed(*argv))
+
+
 def test_too_many_reader_threads():
     with pytest.raises(ConfigError, match="makes 4096 reader threads, at most 256"):
         loaded("hw.drive.window=64", "hw.drive.pieces=64")
