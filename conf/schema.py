@@ -282,6 +282,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     queue: int = 8  # requests that may wait; one more gets 429
+    max_batch: int = 1  # conversations decoded together: an expert that several need is read once
     keep_alive_s: float = 10.0  # a comment frame this often while a stream is silent; 0 is never
     keep_alive_chunks: bool = False  # as empty chunks, for clients whose watchdogs count only those
     strict_model: bool = True  # false: any model name in a request means this model
@@ -606,6 +607,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.sampling.temperature": (0, 2),
     "model.sampling.top_k": (0, 2**20),
     "model.sampling.min_p": (0, 1),
+    "serve.max_batch": (1, 64),
     "hw.drive.window": (1, 64),
     "hw.drive.pieces": (1, 64),
     "hw.drive.piece_kib": (4, 2**20),
@@ -735,13 +737,15 @@ def load(cfg: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     assert isinstance(run, RunConfig)
-    faults = [
-        *_range_faults(run),
-        *_family_faults(run),
-        *_drafts_faults(run),
-        *_memory_faults(run),
-        *_stage_faults(run),
-    ]
+    checks = (
+        _range_faults,
+        _family_faults,
+        _drafts_faults,
+        _batch_faults,
+        _memory_faults,
+        _stage_faults,
+    )
+    faults = [fault for check in checks for fault in check(run)]
     if faults:
         raise ConfigError("; ".join(faults))
     return run
@@ -833,6 +837,15 @@ def _drafts_faults(run: RunConfig) -> Iterable[str]:
     plain = [name for name in run.stages if name.startswith("memory_") or name == "simulate"]
     if plain:
         yield f"stages=[{plain[0]}] knows no drafts: leave out drafts.enabled"
+
+
+def _batch_faults(run: RunConfig) -> Iterable[str]:
+    if run.serve.max_batch == 1:
+        return
+    if run.drafts.enabled:
+        yield "drafts are for one conversation at a time: leave out drafts.enabled or serve.max_batch"
+    if run.record:
+        yield "record=true writes the routes of one conversation at a time: leave out record or serve.max_batch"
 
 
 def _family_faults(run: RunConfig) -> Iterable[str]:

@@ -35,6 +35,7 @@ from runtime.experts.copies import CudaCopier
 from runtime.experts.layout import ExpertLayout
 from runtime.experts.reader import DirectReader
 from runtime.experts.routes import RouteHeader, RouteRecorder
+from runtime.experts.shared import SharedReads, share
 from runtime.experts.slots import SlotExperts, passing_slots
 from runtime.experts.streamer import ExpertSource, ExpertStreamer, ResidentExperts
 from runtime.sampling import SamplingParams
@@ -141,10 +142,12 @@ class Engine:
         is_direct: bool,
         experts: ExpertStreamer | SlotExperts | ResidentExperts,
         top_k: int,
+        shared: SharedReads | None = None,
     ) -> None:
         """vram_plan: None on a CPU.  cpus: where the thread ran before it was pinned; None: it was not.
 
-        experts: of the main model, which may stand behind others in `model.experts`.
+        experts: of the main model, which may stand behind others in `model.experts`.  shared: in front of them, where
+        several conversations are decoded together.
         """
         self.config = config
         self.model = model
@@ -163,6 +166,7 @@ class Engine:
         self._layout = layout
         self._cpus = cpus
         self._experts, self._top_k = experts, top_k
+        self.shared = shared
         self._recorder: RouteRecorder | None = None
 
     @classmethod
@@ -206,6 +210,7 @@ class Engine:
         family.check_support(spec, config, device)
         layout = family.expert_layout(spec, files)
         sizes = family.model_sizes(spec, files, layout, config, dtype)
+        sizes = sizes.for_conversations(config.serve.max_batch)
         limit = ram_limit(
             config.hw.ram_gib,
             hardware.total_ram_nbytes(),
@@ -230,7 +235,7 @@ class Engine:
         if is_resident:
             experts = ResidentExperts(layout, reader)
         else:
-            spare = plan.cache_rows - spec.top_k - config.prefetch.experts
+            spare = plan.cache_rows - sizes.top_k - config.prefetch.experts
             ahead_rows = max(0, min(2 * config.prefetch.copy, spare))
             experts = ExpertStreamer(
                 layout,
@@ -247,9 +252,11 @@ class Engine:
                 copier = CudaCopier(vram_plan.slots, experts.record_nbytes, device)
                 copies = config.prefetch.copy
                 experts = SlotExperts(
-                    experts, copier, spec.num_layers, spec.top_k, copies, family.READS_IN_PLACE
+                    experts, copier, spec.num_layers, sizes.top_k, copies, family.READS_IN_PLACE
                 )
-            model = family.open_model(spec, files, layout, experts, config, device, dtype)
+            shared = share(experts) if config.serve.max_batch > 1 else None
+            source = shared or experts
+            model = family.open_model(spec, files, layout, source, config, device, dtype)
         except BaseException:
             experts.close()
             raise
@@ -267,6 +274,7 @@ class Engine:
             is_direct,
             experts,
             spec.top_k,
+            shared,
         )
 
     def format_plan(self) -> str:

@@ -24,6 +24,7 @@ from runtime.sampling import Sampler, SamplingParams
 from runtime.stats import Rates, RunSummary, TokenStats, summarize
 from runtime.text import TextCodec
 from stages.bench_report import Bench, Drafted, Repeat, document, draw, format_report
+from stages.bench_together import decode_together
 from stages.core import Progress, Stage, StageContext
 from stages.files import write_atomically
 from stages.opening import open_engine, setup_stages
@@ -72,11 +73,15 @@ def measure(engine: Engine, config: BenchConfig) -> Bench:
     rates = engine.measure_rates(DRIVE_SECONDS)
     prompt = random_prompt(engine.codec, config.prompt_length, config.seed)
     num_steps = config.warmup_tokens + config.tokens
-    repeats, plain = [], []
+    repeats: list[Repeat] = []
+    plain: list[Repeat] = []  # without drafts, where the others have some
     is_drafting = engine.drafting is not None
     energy = GpuEnergy.open()
     with Progress("bench: tokens", (1 + is_drafting) * config.repeats * num_steps) as bar:
         for number in range(config.repeats):
+            if engine.shared is not None:
+                repeats.append(_repeat_together(engine, config, rates, bar))
+                continue
             # in turn, and each first as often: what else the machine does, and who warms what, meets both alike
             variants = [True, False] if is_drafting else [False]
             for has_drafts in variants if number % 2 else variants[::-1]:
@@ -99,6 +104,7 @@ def measure(engine: Engine, config: BenchConfig) -> Bench:
         hardware.peak_vram_nbytes(),
         drafted,
         sum(joules) / num_tokens if joules else None,
+        engine.config.serve.max_batch,
     )
 
 
@@ -146,6 +152,21 @@ def _repeat(
     summary = _summary(engine, prefill, tokens, rates)
     joules = joules_at[-1] - joules_at[0 if config.is_cold else 1] if joules_at else None
     return Repeat(prefill, stats[:first], tokens, token_ids, summary, joules)
+
+
+def _repeat_together(engine: Engine, config: BenchConfig, rates: Rates, bar: Progress) -> Repeat:
+    """As `_repeat`, for serve.max_batch conversations of different prompts."""
+    if config.is_cold:
+        engine.forget_experts()
+    count = engine.config.serve.max_batch
+    prompts = [
+        random_prompt(engine.codec, config.prompt_length, config.seed + number)
+        for number in range(count)
+    ]
+    prefill, passes, token_ids = decode_together(engine, config, prompts, bar.advance)
+    first = 0 if config.is_cold else config.warmup_tokens
+    summary = _summary(engine, prefill, passes[first:], rates)
+    return Repeat(prefill, passes[:first], passes[first:], token_ids, summary)
 
 
 class _Steps:

@@ -92,6 +92,7 @@ def run(ctx: StageContext) -> None:
             lambda engine: open_store(cfg, ctx.inputs, engine),
             serve.queue,
             on_failure,
+            serve.max_batch,
         )
         config = uvicorn.Config(
             create_app(worker, serve, key),

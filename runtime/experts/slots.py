@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -39,6 +39,13 @@ def passing_slots(early_copies: int, record_nbytes: int = 1, copied_route: int =
     """
     route = copied_route + early_copies if copied_route else 0
     return max(2 * early_copies, 2 * batch_slots(record_nbytes), route)
+
+
+@runtime_checkable
+class BatchedSource(ExpertSource, Protocol):
+    """A source that brings the experts of a prompt to VRAM."""
+
+    def batches(self, layer: int, ids: Sequence[int]) -> Iterator[Wave]: ...
 
 
 class SlotExperts:

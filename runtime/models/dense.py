@@ -224,6 +224,11 @@ def check_support(spec: DenseSpec, config: RunConfig, device: torch.device) -> N
     if device.type != "cpu":
         raise UserError("dense models run on the CPU only so far", "set hw=cpu")
     has_heads(config.drafts, 0)
+    if config.serve.max_batch > 1:
+        raise UserError(
+            "serve.max_batch is for models with experts, this one decodes one conversation at a time",
+            "leave it out",
+        )
     check_context(config.model.context_tokens, spec.max_positions)
 
 
