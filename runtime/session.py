@@ -228,6 +228,9 @@ class Session:
                     raise Cancelled
                 stats = None
                 if rows.is_empty:
+                    rows.found = (
+                        None  # nothing of it is taken back any more: the states of its rows can go
+                    )
                     started, before = time.perf_counter(), self.engine.counters()
                     rows = self._pass(token, limit - count, sampler)
                     fed = len(rows.tokens)

@@ -43,6 +43,12 @@ def has_heads(config: DraftsConfig, block: int) -> bool:
     return block > 0
 
 
+def most_rows(config: DraftsConfig, block: int) -> int:
+    """Return how many rows a pass has at most: the token drawn last and the guesses.  block: as for `has_heads`."""
+    most = block if has_heads(config, block) else LOOKUP_DEPTH
+    return 1 + (most if config.depth is None else config.depth)
+
+
 def open_drafting(config: DraftsConfig, model: Any, read_nbytes: Callable[[], int]) -> Drafting:
     """Return what decodes with drafts on a model as its family has opened it.
 

@@ -700,6 +700,12 @@ def check_support(spec: DeepseekSpec, config: RunConfig, device: torch.device) -
             "deepseek.replay=bounded runs on the CPU only so far", "leave out deepseek.replay"
         )
     check_context(config.model.context_tokens, spec.max_positions)
+    if config.drafts.enabled and (config.drafts.depth or 0) >= spec.window:
+        raise UserError(
+            f"drafts.depth is {config.drafts.depth}, rows can be taken back from this model's windows of "
+            f"{spec.window} positions only",
+            f"set drafts.depth={spec.window - 1} or less",
+        )
     if uses_heads(spec, config) and config.deepseek.replay is not Replay.exact:
         raise UserError(
             "draft heads are seeded from every token of a prompt, with deepseek.replay=bounded most are not there",

@@ -27,7 +27,7 @@ from kernels import reference as ops
 from kernels.fp8_matvec import linear, linear_pair
 from runtime.budget import ModelSizes
 from runtime.checkpoint import Checkpoint, bytes_to_tensor, read_extent, read_header, torch_dtype
-from runtime.drafts.opening import check_device, has_heads
+from runtime.drafts.opening import check_device, has_heads, most_rows
 from runtime.errors import UserError
 from runtime.experts.layout import Nvfp4Shape, PackedLayout
 from runtime.experts.reader import DirectReader
@@ -738,10 +738,16 @@ def model_sizes(
     from runtime.models.qwen_drafts import mtp_depth, mtp_nbytes
 
     checkpoint = Checkpoint.open(files.snapshot)
-    if not has_heads(config.drafts, mtp_depth(checkpoint)):
-        return sizes
-    residents = sizes.residents_nbytes + mtp_nbytes(checkpoint, spec, config.drafts, dtype)
-    return dataclasses.replace(sizes, residents_nbytes=residents)
+    block = mtp_depth(checkpoint)
+    # the recurrent state after each row of a pass
+    num_delta = spec.num_layers - sum(spec.is_attention)
+    rows = most_rows(config.drafts, block) * num_delta * _delta_nbytes(spec, dtype.itemsize)
+    residents = sizes.residents_nbytes
+    if has_heads(config.drafts, block):
+        residents += mtp_nbytes(checkpoint, spec, config.drafts, dtype)
+    return dataclasses.replace(
+        sizes, residents_nbytes=residents, state_nbytes=sizes.state_nbytes + rows
+    )
 
 
 def planned_sizes(
@@ -773,11 +779,8 @@ def _sizes(
     context = -(-config.model.context_tokens // spec.block_tokens) * spec.block_tokens
     num_attention = sum(spec.is_attention)
     token = 2 * spec.kv_heads * spec.head_dim + spec.index_dim / spec.block_tokens
-    delta = (
-        4 * spec.value_heads * spec.key_dim * spec.value_dim
-        + size * (spec.conv_kernel - 1) * spec.conv_width
-    )
-    state = num_attention * token * size * context + (spec.num_layers - num_attention) * delta
+    num_delta = spec.num_layers - num_attention
+    state = num_attention * token * size * context + num_delta * _delta_nbytes(spec, size)
     return ModelSizes(
         residents_nbytes=sum(nbytes.values()) + gains_nbytes,
         embedding_nbytes=embedding_nbytes,
@@ -788,6 +791,12 @@ def _sizes(
         num_experts=spec.num_experts,
         top_k=spec.top_k,
     )
+
+
+def _delta_nbytes(spec: QwenSpec, size: int) -> int:
+    """Return the bytes of a DeltaNet layer's memory and window.  size: bytes of a number of the compute dtype."""
+    memory = 4 * spec.value_heads * spec.key_dim * spec.value_dim
+    return memory + size * (spec.conv_kernel - 1) * spec.conv_width
 
 
 def _scratch(spec: QwenSpec, context: int, size: int) -> tuple[tuple[int, int], ...]:

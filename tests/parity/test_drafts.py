@@ -309,5 +309,18 @@ def test_the_source_is_chosen_by_what_the_checkpoint_has(open_tiny):
     report = engine.drafting.report()
     assert (report["source"], report["depth"]) == ("lookup", 2)
     assert len(report["gate"]["depths"]) == 3
+    plain = open_tiny().plan.state_nbytes
+    assert engine.plan.state_nbytes - plain == 3 * 6 * (4 * 4 * 64 * 64 + 4 * 3 * 512), "of 3 rows"
     with pytest.raises(UserError, match="this checkpoint has no draft heads"):
         open_tiny(**{"drafts.enabled": True, "drafts.source": "heads"})
+
+
+def test_more_rows_than_a_window_are_refused(make_config, tiny_qwen):
+    files = EngineFiles(tiny_qwen.parent / "tiny-deepseek")
+    window = Engine.open(make_config("tiny_deepseek"), files)
+    size = window.model.spec.window
+    window.close()
+    with pytest.raises(UserError, match=f"windows of {size} positions only"):
+        Engine.open(
+            make_config("tiny_deepseek", **{"drafts.enabled": True, "drafts.depth": size}), files
+        )
