@@ -17,6 +17,7 @@ from runtime.drafts.lookup import PromptLookup
 from runtime.drafts.passes import Drafting
 from runtime.engine import Engine, EngineFiles
 from runtime.errors import UserError
+from runtime.models import qwen
 from runtime.sampling import SamplingParams
 from runtime.session import Session
 from tests.dense_models import SIZES, open_dense
@@ -149,6 +150,16 @@ def test_each_expert_is_fetched_once_a_pass(models, heldout_tokens, monkeypatch)
     assert len(asked) < MOST_ROWS * model.spec.num_layers * model.spec.top_k
 
 
+def test_a_dense_layer_is_read_once_a_pass(models):
+    dense = models["dense"].model
+    state = dense.new_state()
+    read = []
+    for rows in ([2], [3], [4, 5, 6, 7, 8]):  # the first fills what is kept
+        dense.attempt(rows, state)
+        read.append(dense.experts.counters.read_nbytes)
+    assert read[2] - read[1] == read[1] - read[0] > 0
+
+
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
@@ -246,15 +257,15 @@ def test_dense_answers_are_the_same_whatever_is_guessed(models, seed, temperatur
     assert same(other.tensors(), state.tensors())
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", ENGINES[:2])
 def test_look_up_finds_what_a_model_repeats_and_changes_nothing(engines, heldout_tokens, name):
-    engine, params = engines[name], SamplingParams(temperature=0.0, max_tokens=40)
+    engine, params = engines[name], SamplingParams(temperature=0.0, max_tokens=30)
     prompt = heldout_tokens[:30] * 2
     wanted = answer(engine, prompt, params)
     drafting = drafting_of(engine.model, PromptLookup([3, 2, 1]), 3, DepthGate(3))
     assert_same_answers(answer(engine, prompt, params, drafting), wanted)
     assert drafting.proposed > drafting.accepted > 0
-    assert drafting.passes + drafting.accepted == 39
+    assert drafting.passes + drafting.accepted == 29
     report = drafting.report()["gate"]
     assert sum(depth["passes"] for depth in report["depths"]) == drafting.passes
 
@@ -309,6 +320,8 @@ def test_the_source_is_chosen_by_what_the_checkpoint_has(open_tiny):
     report = engine.drafting.report()
     assert (report["source"], report["depth"]) == ("lookup", 2)
     assert len(report["gate"]["depths"]) == 3
+    with pytest.raises(UserError, match="drafts are decoded on the CPU only so far"):
+        qwen.check_support(engine.model.spec, engine.config, torch.device("cuda"))
     plain = open_tiny().plan.state_nbytes
     assert engine.plan.state_nbytes - plain == 3 * 6 * (4 * 4 * 64 * 64 + 4 * 3 * 512), "of 3 rows"
     with pytest.raises(UserError, match="this checkpoint has no draft heads"):
