@@ -282,6 +282,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     queue: int = 8  # requests that may wait; one more gets 429
+    replicas: int = 1  # servers behind this address, each on a machine of its own (Ray Serve)
     max_batch: int = 1  # conversations decoded together: an expert that several need is read once
     keep_alive_s: float = 10.0  # a comment frame this often while a stream is silent; 0 is never
     keep_alive_chunks: bool = False  # as empty chunks, for clients whose watchdogs count only those
@@ -608,6 +609,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.sampling.top_k": (0, 2**20),
     "model.sampling.min_p": (0, 1),
     "serve.max_batch": (1, 64),
+    "serve.replicas": (1, 1024),
     "hw.drive.window": (1, 64),
     "hw.drive.pieces": (1, 64),
     "hw.drive.piece_kib": (4, 2**20),

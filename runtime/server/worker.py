@@ -70,7 +70,7 @@ class Worker:
         self._open_engine, self._open_store, self._on_failure = open_engine, open_store, on_failure
         self._queue = JobQueue(max_waiting, max_batch)
         self._max_batch = max_batch
-        self._is_stopping = threading.Event()
+        self._is_stopping, self._is_loaded = threading.Event(), threading.Event()
         self._sessions: list[Session] = []  # those that are free, the one used longest ago first
         self._at_work: dict[Job, Session] = {}
         self._store: SnapshotStore | None = None
@@ -244,6 +244,12 @@ class Worker:
         for job in self._queue.close():
             job.send(Failed(ApiError(503, "the server is shutting down", "shutting_down")))
 
+    def wait_until_loaded(self) -> None:
+        """Return when the model is loaded. Raises what loading it raised."""
+        self._is_loaded.wait()
+        if self.failure is not None:
+            raise self.failure
+
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
@@ -259,6 +265,7 @@ class Worker:
             self._store = store = self._open_store(engine)
             self._sessions = [Session(engine, store) for _ in range(self._max_batch)]
             self.engine = engine
+            self._is_loaded.set()
             if engine.shared is None:
                 self._serve_alone()
             else:
@@ -288,6 +295,7 @@ class Worker:
 
     def _lose(self, error: BaseException) -> None:
         self.failure = error
+        self._is_loaded.set()
         self.stop()
         for job in self._queue.running:
             if not job.is_over:
