@@ -221,6 +221,13 @@ class HwConfig:
     rates: RatesConfig = field(default_factory=RatesConfig)
 
 
+class CachePolicy(Enum):
+    """Who leaves a full expert cache in RAM."""
+
+    lru = "lru"  # who was used longest ago
+    lfu = "lfu"  # who is used least; a use counts half after as many uses as there are rows
+
+
 @dataclass
 class CacheConfig:
     """The RAM tier."""
@@ -233,6 +240,9 @@ class CacheConfig:
     )
     sweep_experts: int = 32  # experts read ahead while a prompt goes through a layer
     table_rows: int = 65536  # rows of n-gram tables kept in RAM
+    policy: CachePolicy = CachePolicy.lru  # who leaves the RAM tier
+    # chat and serve: read in the background what was warm when the last one ended (outputs/warm)
+    warm_start: bool = False
     verify: bool = False  # compare each expert with its recorded checksum the first time it is read
 
 
@@ -457,10 +467,10 @@ class BenchConfig:
 
 
 class Policy(Enum):
-    """Who leaves a full cache; only the simulator has others than LRU."""
+    """Who leaves a full expert cache in the simulator: what cache.policy can be, and what it is compared with."""
 
     lru = "lru"
-    lfu = "lfu"  # least frequently used, uses age
+    lfu = "lfu"
     slru = "slru"  # segmented LRU
     per_layer = "per_layer"  # an LRU for each layer
     belady = "belady"  # who is wanted again last: knows the future, the bound
@@ -475,7 +485,7 @@ class SimulateConfig:
     """
 
     routes: str | None = None  # a recording (record=true); null: routes are generated as below
-    policy: Policy = Policy.lru
+    policy: Policy | None = None  # null: cache.policy
     # the model, where routes are generated; a recording tells its own
     num_layers: int = 8
     num_experts: int = 64
@@ -489,10 +499,13 @@ class SimulateConfig:
     drive_depth: int = 32  # reads that the drive has in work at once
     is_shared: bool = False  # reads in work share the drive's rate; false: one after the other
     link_gib_s: float = 0.0  # from RAM to the GPU; 0: there is none, the CPU computes
+    in_place_gib_s: float = 0.0  # the link, when kernels read RAM in place; 0: as fast as copies
+    reads_in_place: bool = True  # experts in RAM are read where they are; false: copied first
     vram_gib_s: float = 0.0  # how fast a kernel reads an expert from VRAM; 0: in no time
     expert_us: float = 0.0  # at least this long computes one expert
     layer_us: float = 0.0  # computing of a layer beside its routed experts
-    host_us: float = 0.0  # the host's own work for a layer
+    host_us: float = 0.0  # the host's own work for a layer, before its experts are launched
+    host_after_us: float = 0.0  # the same behind the launch, while a GPU computes
     token_us: float = 0.0  # what a token needs once
 
 
@@ -658,10 +671,12 @@ _RANGES: dict[str, tuple[float, float]] = {
     "simulate.best_two": (0, 1),
     "simulate.drive_depth": (1, 2**20),
     "simulate.link_gib_s": (0, 1e5),
+    "simulate.in_place_gib_s": (0, 1e5),
     "simulate.vram_gib_s": (0, 1e5),
     "simulate.expert_us": (0, 1e9),
     "simulate.layer_us": (0, 1e9),
     "simulate.host_us": (0, 1e9),
+    "simulate.host_after_us": (0, 1e9),
     "simulate.token_us": (0, 1e9),
     "memory.window": (64, 2**24),
     "memory.sinks": (0, 64),

@@ -317,6 +317,7 @@ def versions() -> dict[str, str | None]:
 def machine(folder: Path) -> dict[str, Any]:
     """Return what a reader must know of this machine to compare numbers."""
     return {
+        "host": platform.node(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "machine_cores": os.cpu_count(),

@@ -27,7 +27,7 @@ from runtime.snapshot import SnapshotStore, make_key
 from runtime.units import GIB
 from stages.core import Output, Runner, Stage, StageContext
 from stages.download import absolute, snapshot_of
-from stages.opening import open_engine, setup_stages
+from stages.opening import open_engine, setup_stages, warm_up
 
 log = logging.getLogger("stages")
 
@@ -108,6 +108,12 @@ def make_worker(
 ) -> Worker:
     """Return a worker that is not started, for what the set-up stages have made."""
     cfg, model = with_room_for_snapshots(cfg), cfg.model
+
+    def open_warm() -> Engine:
+        engine = open_engine(cfg, inputs, runner)
+        warm_up(engine, inputs)
+        return engine
+
     served = Served(
         model.served_name,
         model.revision,
@@ -118,7 +124,7 @@ def make_worker(
     )
     return Worker(
         served,
-        lambda: open_engine(cfg, inputs, runner),
+        open_warm,
         lambda engine: open_store(cfg, inputs, engine),
         cfg.serve.queue,
         on_failure,

@@ -15,11 +15,10 @@ from itertools import chain, zip_longest
 from typing import Any, cast
 
 from greenlet import getcurrent, greenlet
-from torch import Tensor
 
+from runtime.experts.in_front import InFront
 from runtime.experts.slots import BatchedSource
-from runtime.experts.streamer import ExpertSource, Wave, one_by_one
-from runtime.stats import ExpertCounters
+from runtime.experts.streamer import ExpertSource, Wave
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +83,11 @@ def take_turns(lists: Iterable[Iterable[int]]) -> Iterator[int]:
             yield cast("int", number)
 
 
-class SharedReads:
+class SharedReads(InFront):
     """An expert source whose `waves` are answered for several conversations at once by `serve`."""
 
     def __init__(self, source: ExpertSource) -> None:
         self.source = source
-
-    @property
-    def counters(self) -> ExpertCounters:
-        return self.source.counters
 
     def waves(self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()) -> Iterator[Wave]:
         current = getcurrent()
@@ -135,40 +130,6 @@ class SharedReads:
             is_first = False
         for conversation in missing:
             conversation.go_on()
-
-    # ---- the rest of an ExpertSource --------------------------------------------------------------------------
-
-    def fetch(
-        self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()
-    ) -> Iterator[tuple[int, Tensor]]:
-        yield from one_by_one(self.waves(layer, ids, guesses))
-
-    def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
-        return self.source.ahead(layer, ids)
-
-    def sweep(self, layer: int, ids: Sequence[int], hold: int = 1) -> Iterator[tuple[int, Tensor]]:
-        return self.source.sweep(layer, ids, hold)
-
-    @property
-    def max_hold(self) -> int:
-        return self.source.max_hold
-
-    @property
-    def max_route(self) -> int:
-        return self.source.max_route
-
-    @property
-    def record_nbytes(self) -> int:
-        return self.source.record_nbytes
-
-    def forget(self) -> None:
-        self.source.forget()
-
-    def pin(self) -> None:
-        self.source.pin()
-
-    def close(self) -> None:
-        self.source.close()
 
 
 class SharedSlots(SharedReads):

@@ -316,6 +316,7 @@ class Worker:
             del self._at_work[job]
             self._sessions.append(session)
             self._queue.done(job)
+        session.engine.save_warm()
 
     def _generate(self, session: Session, job: Job) -> None:
         job.started = time.perf_counter()

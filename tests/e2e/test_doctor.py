@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -240,3 +241,14 @@ def test_the_kernel_check_passes_a_right_kernel_and_no_other(family, monkeypatch
 
     monkeypatch.setattr(module, name, nothing)
     assert expert_error(family, spec, device)[1] == float("inf")
+
+
+def test_a_rate_that_moved_since_the_last_time_is_said(tmp_path):
+    rates = {"drive_gib_s": 2.0, "ram_gib_s": 30.0}
+    before = {"when": "2026-11-30T09:05:18Z", "host": platform.node(), "model": "tiny"}
+    before["rates"] = rates
+    (tmp_path / "doctor.json").write_text(json.dumps(before))
+    report = Report(rates={"drive_gib_s": 1.5, "ram_gib_s": 31.0})
+    assert doctor.check_steadiness(report, tmp_path, "tiny") == ["drive_gib_s"]
+    assert rows(report)["steady: drive_gib_s"][0] == "warn"
+    assert doctor.check_steadiness(Report(rates={"drive_gib_s": 1.9}), tmp_path, "tiny") == []

@@ -123,6 +123,9 @@ class StubEngine:
     def counters(self) -> Counters:
         return Counters(ExpertCounters(hits=3 * self.decoded, misses=self.decoded), 0, 0, 0)
 
+    def save_warm(self) -> None:
+        """There are no experts."""
+
     def new_state(self) -> StubState:
         return StubState()
 
