@@ -98,6 +98,14 @@ class Kernels(Enum):
     ours = "ours"  # this project's: Triton on a GPU, plain torch on a CPU
 
 
+class DraftSource(Enum):
+    """Who guesses the next tokens."""
+
+    auto = "auto"  # the checkpoint's draft heads where it has them, else look-up
+    heads = "heads"  # the checkpoint's draft heads
+    lookup = "lookup"  # what followed the conversation's last tokens when they stood there before; any model
+
+
 class Replay(Enum):
     """How a DeepSeek prompt goes through the later layers."""
 
@@ -252,11 +260,19 @@ class PrefetchConfig:
 
 @dataclass
 class DraftsConfig:
-    """Greedy decoding with the model's own draft heads, for families that have them: the same tokens."""
+    """Decoding with guesses that a pass of the model checks, greedy and sampled: the same tokens."""
 
     enabled: bool = False
-    depth: int | None = None  # guesses per pass; null: as many as the heads give
-    ram_gib: float = 0.0  # of their experts kept in RAM; 0: only those of the layer in use
+    source: DraftSource = DraftSource.auto
+    depth: int | None = (
+        None  # guesses per pass at most; null: as many as the heads give, 4 of a look-up
+    )
+    gate: bool = (
+        True  # learn which depth is fastest, 0 (off) among them; false: always drafts.depth
+    )
+    # tokens of the conversation's ending that are looked for in it, the largest number first
+    ngrams: list[int] = field(default_factory=lambda: [4, 3, 2])
+    ram_gib: float = 0.0  # of the heads' experts kept in RAM; 0: only those of the layer in use
 
 
 @dataclass
@@ -748,7 +764,14 @@ def load(cfg: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     assert isinstance(run, RunConfig)
-    checks = (_range_faults, _family_faults, _batch_faults, _memory_faults, _stage_faults)
+    checks = (
+        _range_faults,
+        _family_faults,
+        _drafts_faults,
+        _batch_faults,
+        _memory_faults,
+        _stage_faults,
+    )
     faults = [fault for check in checks for fault in check(run)]
     if faults:
         raise ConfigError("; ".join(faults))
@@ -828,6 +851,19 @@ def _memory_faults(run: RunConfig) -> Iterable[str]:
         and not memory.sentences
     ):
         yield "stages=[memory_prune] needs what goes: memory.keep=N, memory.before=2026-01-31 or memory.sentences=[1,2]"
+
+
+def _drafts_faults(run: RunConfig) -> Iterable[str]:
+    drafts = run.drafts
+    if not drafts.ngrams or not all(1 <= length <= 64 for length in drafts.ngrams):
+        yield f"drafts.ngrams are numbers of tokens, 1 to 64 each, at least one, got {drafts.ngrams}"
+    if not drafts.enabled:
+        return
+    if run.record:
+        yield "record=true writes what single tokens ask for: leave out drafts.enabled, or record"
+    plain = [name for name in run.stages if name.startswith("memory_") or name == "simulate"]
+    if plain:
+        yield f"stages=[{plain[0]}] knows no drafts: leave out drafts.enabled"
 
 
 def _batch_faults(run: RunConfig) -> Iterable[str]:

@@ -7,10 +7,10 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from runtime.budget import (
     ram_limit,
     vram_limit,
 )
+from runtime.drafts.opening import open_drafting
+from runtime.drafts.passes import Drafting
 from runtime.errors import ContextLengthError, UserError
 from runtime.experts.checks import Checksums
 from runtime.experts.copies import CudaCopier
@@ -86,29 +88,6 @@ class Model(Protocol):
     def device_wait_ns(self) -> int: ...
 
     def close(self) -> None: ...
-
-
-class GreedyPass(Protocol):
-    """Several tokens that one pass of a model has taken in."""
-
-    tokens: list[int]
-    logits: Tensor  # [len(tokens), vocab] fp32, after each of them
-
-    def keep(self, count: int) -> None:
-        """Leave the state as if only the first `count` tokens, 1 or more, had been fed; before the next pass."""
-
-
-@runtime_checkable
-class Drafting(Protocol):
-    """What a model with draft heads can do besides."""
-
-    proposed: int  # guesses so far
-    accepted: int  # that greedy decoding drew as well
-    passes: int
-
-    def greedy_pass(
-        self, token: int, state: Any, limit: int, stops: Collection[int], num_tokens: int
-    ) -> GreedyPass: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +156,9 @@ class Engine:
         """
         self.config = config
         self.model = model
-        self.drafting = model if isinstance(model, Drafting) else None
+        self.drafting: Drafting | None = None
+        if config.drafts.enabled:
+            self.drafting = open_drafting(config.drafts, model, self._read_nbytes)
         self.codec = codec
         self.plan, self.vram_plan = plan, vram_plan
         self.context_tokens = config.model.context_tokens
@@ -400,6 +381,10 @@ class Engine:
             rows.wait_ns,
             self.model.device_wait_ns,
         )
+
+    def _read_nbytes(self) -> int:
+        """Return the running total of what was read from the drive."""
+        return self.model.experts.counters.read_nbytes + self.model.rows.read_nbytes
 
     def token_stats(
         self, position: int, num_tokens: int, started: float, before: Counters

@@ -29,12 +29,14 @@ from kernels.formats import MX_GROUP, fp8_blocks_dequantize, mxfp4_dequantize
 from runtime import hardware
 from runtime.budget import ModelSizes
 from runtime.checkpoint import Checkpoint, torch_dtype
+from runtime.drafts.opening import check_device, has_heads
 from runtime.errors import UserError
 from runtime.experts.arena import HostArena
 from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
-from runtime.experts.streamer import ExpertSource
+from runtime.experts.streamer import ExpertSource, fetch_union
 from runtime.models.buffers import appended, check_context
+from runtime.models.deepseek_attempt import DeepseekAttempt
 from runtime.models.deepseek_backends import resolve_arithmetic
 from runtime.models.deepseek_codec import open_codec as open_codec  # the family's
 from runtime.models.deepseek_engram import EngramHash, build_token_map, read_engram_tables
@@ -46,10 +48,10 @@ from runtime.models.lanes import Lanes, open_lanes
 from runtime.units import PAGE_NBYTES, align_up
 
 if TYPE_CHECKING:
+    from runtime.drafts.heads import HeadedModel
     from runtime.engine import EngineFiles
     from runtime.experts.slots import BatchedSource
     from runtime.models.deepseek_decode import Decoder
-    from runtime.models.deepseek_drafts import DraftedModel
     from runtime.models.deepseek_reference import ReferenceModel
 
 log = logging.getLogger(__name__)
@@ -338,11 +340,44 @@ class Moe:
         """u: [T, d].  Returns [T, d]."""
         if u.is_cuda:
             return self._on_gpu(u, cast("BatchedSource", experts), open_expert)
+        if len(u) == 1:
+            return self.rows([u], experts, open_expert)[0]
         ids, weights = self.route(u)
         out = torch.zeros(u.shape, dtype=torch.float32)
         for expert, y, tokens in self._outputs(u, ids, weights, experts, open_expert):
             del expert
             out[tokens] += y.float()
+        return self._with_shared(u, out)
+
+    def rows(
+        self, us: Sequence[Tensor], experts: ExpertSource, open_expert: OpenExpert
+    ) -> list[Tensor]:
+        """As `__call__` for each of several tokens [1, d] alone, to the bit; each expert is fetched once for all."""
+        chosen = [self.route(u) for u in us]
+        routes: list[list[int]] = [ids[0].tolist() for ids, _ in chosen]
+        shares = [
+            dict(zip(route, weights[0].split(1), strict=True))
+            for route, (_, weights) in zip(routes, chosen, strict=True)
+        ]
+        by_rank = zip(*(self.guess(u) for u in us), strict=True)
+        guesses = list(dict.fromkeys(expert for same_rank in by_rank for expert in same_rank))
+        limit = self.spec.swiglu_limit
+        found: list[dict[int, Tensor]] = [{} for _ in us]
+        for expert, record in fetch_union(experts, self.layer, routes, guesses):
+            matrices = open_expert(ExpertKey(self.layer, expert), record)
+            for u, share, ys in zip(us, shares, found, strict=True):
+                if expert in share:
+                    ys[expert] = ops.swiglu_expert(u, *matrices, limit, share[expert].unsqueeze(1))
+        outs = []
+        for u, ys in zip(us, found, strict=True):
+            out = torch.zeros(u.shape, dtype=torch.float32)
+            for expert in sorted(ys):  # whatever arrives first
+                out += ys[expert].float()
+            outs.append(self._with_shared(u, out))
+        return outs
+
+    def _with_shared(self, u: Tensor, out: Tensor) -> Tensor:
+        """Add the shared expert to the sums of the routed ones, out [T, d] fp32.  Returns [T, d] bf16."""
         gate, up, down = self.shared
         out += ops.swiglu_expert(u, gate, up, down, self.spec.swiglu_limit).float()
         return out.to(torch.bfloat16)
@@ -386,15 +421,9 @@ class Moe:
         experts: ExpertSource,
         open_expert: OpenExpert,
     ) -> list[tuple[int, Tensor, Tensor]]:
-        """Return (expert, outputs [n, d], their tokens [n]) by ascending expert, whatever arrives first."""
+        """Return a prompt's (expert, outputs [n, d], their tokens [n]) by ascending expert, whatever arrives first."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
-        is_token = len(u) == 1
-        touched = sorted(set(ids.flatten().tolist()))
-        for expert, record in (
-            experts.fetch(self.layer, ids[0].tolist(), self.guess(u))
-            if is_token
-            else experts.sweep(self.layer, touched)
-        ):
+        for expert, record in experts.sweep(self.layer, sorted(set(ids.flatten().tolist()))):
             tokens, place = (ids == expert).nonzero(as_tuple=True)
             matrices = open_expert(ExpertKey(self.layer, expert), record)
             limit, weight = self.spec.swiglu_limit, weights[tokens, place].unsqueeze(1)
@@ -514,6 +543,13 @@ class DeepseekModel:
             return self.decoder.step(token, state).clone()  # the next step overwrites its buffer
         return self._forward([token], state, all_logits=False, after_layer=lambda: None)
 
+    def attempt(self, tokens: Sequence[int], state: DeepseekState) -> DeepseekAttempt:
+        """Take in a few tokens, at most a window of them, that may be taken back; each as `decode` would, to the bit.
+
+        On a CPU.
+        """
+        return DeepseekAttempt(self, tokens, state)
+
     @torch.inference_mode()
     def _forward(
         self,
@@ -523,7 +559,7 @@ class DeepseekModel:
         after_layer: Callable[[], None],
     ) -> Tensor:
         start = state.position
-        streams, pre, ids_of = self._enter(tokens, state)
+        streams, pre, ids_of = self.enter(tokens, state)
         parts = self._parts(len(tokens))
         choices = [Choice() for _ in parts]
         for block in self.blocks:
@@ -534,7 +570,7 @@ class DeepseekModel:
             streams, pre = streams[-1:], pre[-1:]
         return self._leave(tokens, state, streams, pre)
 
-    def _enter(
+    def enter(
         self, tokens: Sequence[int], state: DeepseekState
     ) -> tuple[Tensor, Tensor, dict[int, Sequence[int]]]:
         """Ask for the Engram rows.  Returns (streams [T, S, d], pre [T, S], Engram layer -> its row ids)."""
@@ -580,6 +616,10 @@ class DeepseekModel:
         """Move the state behind `tokens`.  Returns the logits of the rows that are given: [rows, vocab] fp32."""
         state.context = [*state.context, *tokens][-3:]
         state.position += len(tokens)
+        return self.read_out(streams, pre)
+
+    def read_out(self, streams: Tensor, pre: Tensor) -> Tensor:
+        """Return the logits of streams [T, S, d] and pre [T, S] behind the last layer: [T, vocab] fp32."""
         x = ops.rms_norm(ops.hyper_read(streams, pre), self.norm, self.spec.eps).float()
         if self.device.type == "cpu":
             return F.linear(x, self.head)
@@ -593,11 +633,11 @@ class DeepseekModel:
         self, block: Block, streams: Tensor, pre: Tensor, start: int, choice: Choice, state: DeepseekState
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run one layer: streams [T, S, d] after Engram, pre [T, S] of the sublayer before.  Returns both, after it."""
-        streams, u, last_pre, post, comb = self._attend(block, streams, pre, start, choice, state)
+        streams, u, last_pre, post, comb = self.attend(block, streams, pre, start, choice, state)
         y = block.moe(u, self.experts, self.open_expert)
         return ops.hyper_write(y, streams, post, comb), last_pre
 
-    def _attend(
+    def attend(
         self, block: Block, streams: Tensor, pre: Tensor, start: int, choice: Choice, state: DeepseekState
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Run a layer up to its experts: (streams, their input u [T, d], and pre, post, comb of the second half)."""
@@ -620,7 +660,7 @@ class DeepseekModel:
         u = streams.new_empty(len(streams), self.spec.hidden)
         later = []
         for part, choice in zip(parts, choices, strict=True):
-            done = self._attend(block, streams[part], pre[part], start + part.start, choice, state)
+            done = self.attend(block, streams[part], pre[part], start + part.start, choice, state)
             streams[part], u[part] = done[:2]
             later.append(done[2:])
         y = block.moe(u, self.experts, self.open_expert)
@@ -654,22 +694,28 @@ def read_spec(snapshot: Path) -> DeepseekSpec:
 
 def check_support(spec: DeepseekSpec, config: RunConfig, device: torch.device) -> None:
     """Refuse what this engine cannot do for the model."""
-    if device.type != "cpu" and config.drafts.enabled:
-        raise UserError("drafts are decoded on the CPU only so far", "leave out drafts.enabled")
+    check_device(config.drafts, device)
     if device.type != "cpu" and config.deepseek.replay is not Replay.exact:
         raise UserError(
             "deepseek.replay=bounded runs on the CPU only so far", "leave out deepseek.replay"
         )
     check_context(config.model.context_tokens, spec.max_positions)
-    if config.drafts.enabled:
-        if config.deepseek.replay is not Replay.exact:
-            raise UserError(
-                "drafts are seeded from every token of a prompt, with deepseek.replay=bounded most are not there",
-                "leave out deepseek.replay, or drafts.enabled",
-            )
-        from runtime.models.deepseek_drafts import check_drafts
+    if config.drafts.enabled and (config.drafts.depth or 0) >= spec.window:
+        raise UserError(
+            f"drafts.depth is {config.drafts.depth}, rows can be taken back from this model's windows of "
+            f"{spec.window} positions only",
+            f"set drafts.depth={spec.window - 1} or less",
+        )
+    if uses_heads(spec, config) and config.deepseek.replay is not Replay.exact:
+        raise UserError(
+            "draft heads are seeded from every token of a prompt, with deepseek.replay=bounded most are not there",
+            "leave out deepseek.replay, or set drafts.source=lookup",
+        )
 
-        check_drafts(spec, config.drafts)
+
+def uses_heads(spec: DeepseekSpec, config: RunConfig) -> bool:
+    """Return whether the checkpoint's draft heads are used. Raises UserError for heads that are not there."""
+    return has_heads(config.drafts, spec.dspark_block if spec.num_drafts else 0)
 
 
 def expert_layout(spec: DeepseekSpec, files: EngineFiles) -> ShardLayout:
@@ -699,7 +745,7 @@ def model_sizes(
             )
         return deepseek_reference.model_sizes(spec, layout, config)
     drafts = 0
-    if config.drafts.enabled:
+    if uses_heads(spec, config):
         from runtime.models.deepseek_drafts import drafts_nbytes
 
         drafts = drafts_nbytes(Checkpoint.open(files.snapshot), spec, config.drafts)
@@ -785,7 +831,7 @@ def open_model(
     config: RunConfig,
     device: torch.device,
     dtype: torch.dtype,
-) -> DeepseekModel | DraftedModel | ReferenceModel:
+) -> DeepseekModel | HeadedModel | ReferenceModel:
     """Load the residents from the released shards and open the Engram tables."""
     del dtype
     if resolve_arithmetic(config, files.published is not None) is Arithmetic.reference:
@@ -815,7 +861,7 @@ def open_model(
     tokens = config.model.context_tokens
     open_expert = partial(open_record, layout)
     parts = (spec, weights, experts, open_expert, engram_rows, hashes.row_ids, tokens, guesses)
-    if config.drafts.enabled:
+    if uses_heads(spec, config):
         from runtime.models.deepseek_drafts import TappedModel, with_drafts
 
         tapped = TappedModel(*parts)

@@ -10,6 +10,7 @@ The residual R is [T, S, H]; each block reads it through a hyper-connection and 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,15 +26,17 @@ from conf.schema import Deltanet, RunConfig
 from kernels import reference as ops
 from kernels.fp8_matvec import linear, linear_pair
 from runtime.budget import ModelSizes
-from runtime.checkpoint import bytes_to_tensor, read_extent, read_header, torch_dtype
+from runtime.checkpoint import Checkpoint, bytes_to_tensor, read_extent, read_header, torch_dtype
+from runtime.drafts.opening import check_device, has_heads, most_rows
 from runtime.errors import UserError
 from runtime.experts.layout import Nvfp4Shape, PackedLayout
 from runtime.experts.reader import DirectReader
 from runtime.experts.routes import Guesses
 from runtime.experts.slots import BatchedSource
-from runtime.experts.streamer import ExpertSource
+from runtime.experts.streamer import ExpertSource, fetch_union
 from runtime.models.buffers import appended, check_context
 from runtime.models.lanes import Lanes, open_lanes
+from runtime.models.qwen_attempt import QwenAttempt
 from runtime.models.qwen_codec import QwenCodec
 from runtime.models.qwen_decode import Decoder
 from runtime.models.qwen_state import AttentionState, QwenState
@@ -47,6 +50,7 @@ from runtime.models.qwen_weights import (
 from runtime.rows import RowReader
 
 if TYPE_CHECKING:
+    from runtime.drafts.heads import HeadedModel
     from runtime.engine import EngineFiles
 
 
@@ -272,13 +276,12 @@ class Attention:
             gain("indexer.k_layernorm"),
         )
 
-    def __call__(self, x: Tensor, state: QwenState, start: int, cos: Tensor, sin: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, cache: AttentionState, start: int, cos: Tensor, sin: Tensor
+    ) -> Tensor:
         """x: [T, H], from position `start`.  cos, sin: [T, rotary_dim / 2] of these positions.  Returns [T, H]."""
-        tokens, cache = x.shape[0], state.attention[self.layer]
-        q, k, v, gate, index_q, raw = self.project(x, cos, sin)
-        cache.keys = appended(cache.keys, start, k)
-        cache.values = appended(cache.values, start, v)
-        self._update_index(raw, cache, start)
+        tokens = x.shape[0]
+        q, gate, index_q = self.enter(x, cache, start, cos, sin)
         out = torch.empty_like(q)
         # scores of all queries at once would be the largest thing in memory
         rows = max(1, ATTENTION_NBYTES // (10 * self.spec.heads * (start + tokens)))
@@ -286,6 +289,16 @@ class Attention:
             part = slice(first, min(first + rows, tokens))
             out[part] = self._attend(q[part], index_q[part], cache, start + first)
         return F.linear((out * torch.sigmoid(gate)).flatten(1), self.out)
+
+    def enter(
+        self, x: Tensor, cache: AttentionState, start: int, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Take in keys and values as for `__call__`.  Returns queries, output gates and the indexer's queries."""
+        q, k, v, gate, index_q, raw = self.project(x, cos, sin)
+        cache.keys = appended(cache.keys, start, k)
+        cache.values = appended(cache.values, start, v)
+        self._update_index(raw, cache, start)
+        return q, gate, index_q
 
     def _attend(self, q: Tensor, index_q: Tensor, cache: AttentionState, start: int) -> Tensor:
         """q: [T, heads, head_dim] and index_q of positions from `start`, whose keys are in the cache already."""
@@ -394,14 +407,51 @@ class Moe:
 
     def __call__(self, x: Tensor, experts: ExpertSource, num_guesses: int) -> Tensor:
         """x: [T, H].  Returns [T, H]."""
-        ids, weights = self.route(x)
         if x.shape[0] == 1:
-            ranked = self._rank(x, num_guesses) if num_guesses else None
-            ahead = [] if ranked is None else Guesses(ranked[1].tolist(), ranked[0])
-            routed = self._decode(x, ids[0], weights[0], experts, ahead)
-        else:
-            routed = self._prefill(x, ids, weights, experts)
+            return self.rows([x], experts, num_guesses)[0]
+        routed = self._prefill(x, *self.route(x), experts)
         return routed.add_(self.share(x)).to(x.dtype)
+
+    def rows(self, xs: Sequence[Tensor], experts: ExpertSource, num_guesses: int) -> list[Tensor]:
+        """As `__call__` for each of several tokens [1, H] alone, to the bit; each expert is fetched once for all."""
+        # the sum runs by ascending expert id, as in a prompt, whatever arrives first
+        chosen = [self.route(x) for x in xs]
+        routes = [ids[0].tolist() for ids, _ in chosen]  # the host waits here
+        orders = [ids[0].argsort() for ids, _ in chosen]
+        places = [{expert: row for row, expert in enumerate(sorted(route))} for route in routes]
+        parts = [
+            torch.empty(len(r), x.shape[1], dtype=torch.float32, device=x.device)
+            for r, x in zip(routes, xs, strict=True)
+        ]
+        for expert, record in fetch_union(
+            experts, self.layer, routes, self._guesses(xs, num_guesses)
+        ):
+            gate_up, down = self.matrices(expert, record.to(xs[0].device))
+            for x, place, part in zip(xs, places, parts, strict=True):
+                if expert in place:
+                    part[place[expert]] = ops.scaled_swiglu_expert(
+                        x, gate_up, down, self.scales[expert]
+                    )[0]
+        sums = [
+            weights[0][order].unsqueeze(0) @ part
+            for (_, weights), order, part in zip(chosen, orders, parts, strict=True)
+        ]
+        return [total.add_(self.share(x)).to(x.dtype) for total, x in zip(sums, xs, strict=True)]
+
+    def matrices(self, expert: int, record: Tensor) -> tuple[Tensor, Tensor]:
+        """Return an expert's gate and up [2 I, H] and down [H, I] in fp32, without their global scales."""
+        del expert  # all records are alike
+        return ops.nvfp4_expert_matrices(record, self.spec.hidden, self.spec.intermediate)
+
+    def _guesses(self, xs: Sequence[Tensor], count: int) -> list[int]:
+        """Return likely experts of the next layer: of one token best first, of several each one's best first."""
+        ranked = [
+            found for found in (self._rank(x, count) for x in xs if count) if found is not None
+        ]
+        if len(ranked) == 1:
+            return Guesses(ranked[0][1].tolist(), ranked[0][0])
+        by_rank = zip(*(ids.tolist() for _, ids in ranked), strict=True)
+        return list(dict.fromkeys(expert for same_rank in by_rank for expert in same_rank))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts [T, k] int64, best first, and their weights [T, k] fp32, which sum to one."""
@@ -424,24 +474,6 @@ class Moe:
             return None
         top = F.linear(x * self.next_ratio, self.next_router)[0].topk(count)
         return top.values, top.indices
-
-    def _decode(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        experts: ExpertSource,
-        guesses: Sequence[int],
-    ) -> Tensor:
-        route = ids.tolist()  # the host waits here
-        # the sum runs by ascending expert id, as in a prompt, whatever arrives first
-        order = ids.argsort()
-        place = {expert: row for row, expert in enumerate(sorted(route))}
-        fetched = experts.fetch(self.layer, route, guesses)
-        rows = torch.empty(len(place), x.shape[1], dtype=torch.float32, device=x.device)
-        for expert, record in fetched:
-            rows[place[expert]] = self._expert(x, expert, record)[0]
-        return weights[order].unsqueeze(0) @ rows
 
     def _prefill(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSource) -> Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -550,6 +582,8 @@ class QwenModel:
         self.decoder: Decoder | Lanes | None = (
             None  # decodes instead of the layers' own path, where it is set
         )
+        self.keeps_streams = False  # whether `taps` is asked for after each forward
+        self.streams: Tensor | None = None
 
     @property
     def device_wait_ns(self) -> int:
@@ -589,6 +623,16 @@ class QwenModel:
             return self.decoder.step(token, state).clone()  # the next step overwrites its buffer
         return self._forward([token], state, all_logits=False, after_layer=lambda: None)
 
+    def taps(self) -> Tensor:
+        """Return the last forward's streams before the final mixer [T, S, H], once: they are not kept."""
+        assert self.streams is not None, "keeps_streams was not set before the forward"
+        streams, self.streams = self.streams, None
+        return streams
+
+    def attempt(self, tokens: Sequence[int], state: QwenState) -> QwenAttempt:
+        """Take in a few tokens that may be taken back; on a CPU, each as `decode` would, to the bit."""
+        return QwenAttempt(self, tokens, state)
+
     @torch.inference_mode()
     def _forward(
         self,
@@ -622,7 +666,7 @@ class QwenModel:
                 block_x, amount = self.attention_mixers[layer].read(residual[part])
                 if isinstance(block, Attention):
                     start = state.position + part.start
-                    y = block(block_x, state, start, cos[part], sin[part])
+                    y = block(block_x, state.attention[layer], start, cos[part], sin[part])
                 else:
                     y = block(block_x, state)
                 residual[part] += amount * y.unsqueeze(1)
@@ -634,6 +678,8 @@ class QwenModel:
             after_layer()
         state.ngram_context = [*state.ngram_context, *tokens][-2:]
         state.position += len(tokens)
+        if self.keeps_streams:
+            self.streams = residual
         last, _ = self.final_mixer.mix(residual if all_logits else residual[-1:])
         return F.linear(last, self.head).float()
 
@@ -662,10 +708,8 @@ def read_spec(snapshot: Path) -> QwenSpec:
 
 
 def check_support(spec: QwenSpec, config: RunConfig, device: torch.device) -> None:
-    """Refuse what this engine cannot do for the model. Both devices will do."""
-    del device
-    if config.drafts.enabled:
-        raise UserError("drafts.enabled=true, but this family has no draft heads", "leave it out")
+    """Refuse what this engine cannot do for the model."""
+    check_device(config.drafts, device)
     check_context(config.model.context_tokens, spec.max_positions)
 
 
@@ -688,7 +732,22 @@ def model_sizes(
     assert files.residents is not None, "the residents stage makes it"
     header = read_header(files.residents / RESIDENTS_NAME)
     kept = {name: (info.dtype, info.shape) for name, info in header.items()}
-    return _sizes(spec, kept, layout.record_nbytes, config, dtype)
+    sizes = _sizes(spec, kept, layout.record_nbytes, config, dtype)
+    if not config.drafts.enabled:
+        return sizes
+    from runtime.models.qwen_drafts import mtp_depth, mtp_nbytes
+
+    checkpoint = Checkpoint.open(files.snapshot)
+    block = mtp_depth(checkpoint)
+    # the recurrent state after each row of a pass
+    num_delta = spec.num_layers - sum(spec.is_attention)
+    rows = most_rows(config.drafts, block) * num_delta * _delta_nbytes(spec, dtype.itemsize)
+    residents = sizes.residents_nbytes
+    if has_heads(config.drafts, block):
+        residents += mtp_nbytes(checkpoint, spec, config.drafts, dtype)
+    return dataclasses.replace(
+        sizes, residents_nbytes=residents, state_nbytes=sizes.state_nbytes + rows
+    )
 
 
 def planned_sizes(
@@ -720,11 +779,8 @@ def _sizes(
     context = -(-config.model.context_tokens // spec.block_tokens) * spec.block_tokens
     num_attention = sum(spec.is_attention)
     token = 2 * spec.kv_heads * spec.head_dim + spec.index_dim / spec.block_tokens
-    delta = (
-        4 * spec.value_heads * spec.key_dim * spec.value_dim
-        + size * (spec.conv_kernel - 1) * spec.conv_width
-    )
-    state = num_attention * token * size * context + (spec.num_layers - num_attention) * delta
+    num_delta = spec.num_layers - num_attention
+    state = num_attention * token * size * context + num_delta * _delta_nbytes(spec, size)
     return ModelSizes(
         residents_nbytes=sum(nbytes.values()) + gains_nbytes,
         embedding_nbytes=embedding_nbytes,
@@ -735,6 +791,12 @@ def _sizes(
         num_experts=spec.num_experts,
         top_k=spec.top_k,
     )
+
+
+def _delta_nbytes(spec: QwenSpec, size: int) -> int:
+    """Return the bytes of a DeltaNet layer's memory and window.  size: bytes of a number of the compute dtype."""
+    memory = 4 * spec.value_heads * spec.key_dim * spec.value_dim
+    return memory + size * (spec.conv_kernel - 1) * spec.conv_width
 
 
 def _scratch(spec: QwenSpec, context: int, size: int) -> tuple[tuple[int, int], ...]:
@@ -770,7 +832,7 @@ def open_model(
     config: RunConfig,
     device: torch.device,
     dtype: torch.dtype,
-) -> QwenModel:
+) -> QwenModel | HeadedModel:
     """Load the residents and open the n-gram table."""
     del layout  # a packed record holds its payload from the first byte
     assert files.residents is not None, "the residents stage makes it"
@@ -800,6 +862,12 @@ def open_model(
             partial(Decoder, model, config.model.context_tokens, config.hw.graphs),
             config.serve.max_batch,
         )
+    if config.drafts.enabled:
+        from runtime.models.qwen_drafts import mtp_depth, with_mtp
+
+        checkpoint = Checkpoint.open(files.snapshot)
+        if has_heads(config.drafts, mtp_depth(checkpoint)):
+            return with_mtp(model, checkpoint, config, dtype)
     return model
 
 

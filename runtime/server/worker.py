@@ -497,6 +497,6 @@ def _engine_facts(engine: Engine) -> dict[str, Any]:
         "io_direct": engine.is_direct,
         "drive_gib_s": engine.drive_gib_s,
         "prefill_tokens": engine.prefill_tokens,
-        "has_drafts": engine.drafting is not None,
+        "drafts": None if engine.drafting is None else engine.drafting.report(),
         "sampling": asdict(engine.default_sampling()),
     }

@@ -59,6 +59,8 @@ class MemoryExperts:
     seed: of the order of arrival; None for the order asked for.
     """
 
+    max_route = 10**6
+
     def __init__(self, weights, seed=None):
         self.weights, self.counters = weights, ExpertCounters()
         self.random = None if seed is None else random.Random(seed)
