@@ -25,7 +25,7 @@ from runtime.errors import UserError
 from runtime.experts.reader import DirectReader
 from runtime.experts.shard_layout import ShardLayout
 from runtime.experts.streamer import ExpertSource, ExpertStreamer
-from runtime.models.deepseek import (
+from runtime.models.deepseek_model import (
     Attention,
     Block,
     Choice,

@@ -9,8 +9,8 @@ import statistics
 import pytest
 import torch
 
-from runtime.models.deepseek import Choice
 from runtime.models.deepseek_drafts import DraftedModel, Drafts, Proposal, TappedModel
+from runtime.models.deepseek_model import Choice
 from tests.parity.deepseek_golden import (
     GOLDEN,
     LAYER_BOUND,
