@@ -275,7 +275,9 @@ class Attention:
 def _together(slots: Tensor) -> Tensor:
     """Return lists [T, n] with their holes (-1) behind the rest, as many as make the length one of whole steps.
 
-    Which entries share a step of the softmax may not depend on what other tokens of the call see.
+    Which entries share a step of the softmax decides how their shares are rounded, so it may not depend on what other
+    tokens of the call see. Released lists keep empty places between window and chosen entries, in a prompt shorter than
+    the window fewer than in decoding: while a window fills, their steps are others than these.
     """
     order = (slots < 0).int().sort(dim=1, stable=True).indices
     longest = int((slots >= 0).sum(1).max())
