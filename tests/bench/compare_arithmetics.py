@@ -92,7 +92,7 @@ class Native:
             DeepseekState(self.spec),
             Choice(),
         )
-        streams, pre = layers[0].streams[0].clone(), layers[0].reads[0][0]
+        streams, pre = layers[0].streams[0].clone(), layers[0].pre[0]
         for block, layer in zip(self.blocks(), layers, strict=True):
             if layer.engram is not None:
                 streams = block.engram(streams, layer.engram[1])

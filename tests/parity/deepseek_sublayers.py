@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kernels import reference_deepseek as ops
-from runtime.models import deepseek_model
 from runtime.models.deepseek_model import Block, Choice
 from runtime.models.deepseek_reference import ReferenceModel
 from runtime.models.deepseek_replaced import plain_torch
@@ -76,7 +75,10 @@ def our_lists(model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
     attend = published.sparse_attn
 
     def together(q, kv, sink, places, scale):
-        return attend(q, kv, sink, deepseek_model._together(places[0])[None], scale)
+        rows = [[place for place in row if place >= 0] for row in places[0].tolist()]
+        width = -(-max(map(len, rows)) // ops.SLOTS_BLOCK) * ops.SLOTS_BLOCK
+        listed = torch.tensor([row + [-1] * (width - len(row)) for row in rows])
+        return attend(q, kv, sink, listed[None], scale)
 
     patch.setattr(published, "sparse_attn", together)
 
@@ -102,16 +104,15 @@ def layer_tables(spec: DeepseekSpec, positions: int) -> list[tuple[Tensor, Tenso
 
 @dataclasses.dataclass(slots=True)
 class Layer:
-    """Of one published layer; all without the dimension of the batch."""
+    """Of one published layer, without the dimension of the batch; lists: for attention, for the experts."""
 
-    streams: list[Tensor] = dataclasses.field(
+    streams: list[Tensor] = dataclasses.field(default_factory=list)  # that mixes are made of
+    mixes: list[tuple[Tensor, ...]] = dataclasses.field(default_factory=list)  # pre, post, comb
+    pre: list[Tensor] = dataclasses.field(
         default_factory=list
-    )  # read for attention, for experts
-    mixes: list[tuple[Tensor, ...]] = dataclasses.field(default_factory=list)
+    )  # the last layer's third is the head's
+    inputs: list[Tensor] = dataclasses.field(default_factory=list)  # read and normed
     written: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)  # (y, streams)
-    reads: list[tuple[Tensor, Tensor]] = dataclasses.field(
-        default_factory=list
-    )  # (pre, u); the last has one for the head
     attention: tuple[Tensor, ...] = ()  # q, entries, o
     route: tuple[Tensor, Tensor] | None = None  # weights, ids
     engram: tuple[Tensor, Tensor, Tensor] | None = None  # streams, rows, streams
@@ -142,45 +143,45 @@ def recording(model: ReferenceModel) -> Iterator[list[Layer]]:
         layer.written.append((given[1][0], out[0].clone()))
 
     def note_read(layer, given, _out):
-        layer.reads.append((given[2][0], torch.empty(0)))
+        layer.pre.append(given[2][0])
 
     def note_attention(layer, given, out):
         layer.attention = given[0][0], given[1][0], out[0].clone()
 
-    def norm(index):
-        def note(_module, _given, out):
-            pre, _ = now[-1].reads[index]
-            now[-1].reads[index] = pre, out[0].clone()
+    def note_input(_module, _given, out):
+        now[-1].inputs.append(out[0].clone())
 
-        return note
+    def note_route(layer, _given, out):
+        layer.route = out
+
+    def note_engram(layer, engram):
+        rows = []
+
+        def before(_module, given):
+            rows.append(given[0][0].clone())
+
+        def after(_module, given, out):
+            layer.engram = given[0][0].clone(), rows[-1], out[0].clone()
+
+        return (
+            engram.wkv.register_forward_pre_hook(before),
+            engram.register_forward_hook(after),
+        )
 
     for layer, block in zip(layers, blocks, strict=True):
-        hooks = [
+        handles += (
             block.register_forward_pre_hook(lambda _m, _a, layer=layer: now.append(layer)),
-            block.attn_norm.register_forward_hook(norm(0)),
-            block.ffn_norm.register_forward_hook(norm(1)),
-            block.ffn.gate.register_forward_hook(
-                lambda _m, _a, out, layer=layer: setattr(layer, "route", out)
-            ),
-        ]
+            block.attn_norm.register_forward_hook(note_input),
+            block.ffn_norm.register_forward_hook(note_input),
+        )
         if block.engram is not None:
-            rows = []
-            hooks += [
-                block.engram.wkv.register_forward_pre_hook(
-                    lambda _m, given, rows=rows: rows.append(given[0][0].clone())
-                ),
-                block.engram.register_forward_hook(
-                    lambda _m, given, out, layer=layer, rows=rows: setattr(
-                        layer, "engram", (given[0][0].clone(), rows[-1], out[0].clone())
-                    )
-                ),
-            ]
-        handles += hooks
+            handles += note_engram(layer, block.engram)
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, note in (
             (published.Block, "hc_mixes", note_mixes),
             (published.Block, "hc_post", note_written),
             (published.Block, "hc_pre", note_read),
+            (published.Gate, "forward", note_route),
             (published, "sparse_attn", note_attention),
         ):
             patch.setattr(owner, name, noted(getattr(owner, name), note))
@@ -231,12 +232,11 @@ class Sublayers:
             yield part("Engram", block.engram(streams, rows), wanted)
         norms = block.attn_norm, block.ffn_norm
         connections = block.hc_attn, block.hc_ffn
-        for name, norm, connection, streams, mixes, (pre, u), (y, written) in zip(
-            ("attention", "experts"), norms, connections, layer.streams, layer.mixes, layer.reads[:2], layer.written,
-            strict=True,
+        for name, norm, connection, streams, mixes, pre, u, (y, written) in zip(
+            ("attention", "experts"), norms, connections, layer.streams, layer.mixes, layer.pre[:2], layer.inputs,
+            layer.written, strict=True,
         ):  # fmt: skip
-            read_from = layer.streams[0] if name == "attention" else layer.written[0][1]
-            made = ops.rms_norm(ops.hyper_read(read_from, pre), norm, self.spec.eps)
+            made = ops.rms_norm(ops.hyper_read(streams, pre), norm, self.spec.eps)
             yield part(f"input of {name}", made, u)
             found = connection.mixes(streams)
             for which, a, b in zip(("pre", "post", "comb"), found, mixes, strict=True):
@@ -244,7 +244,7 @@ class Sublayers:
             yield part(f"{name} written", ops.hyper_write(y, streams, *mixes[1:]), written)
             yield part(f"{name} written, own mix", ops.hyper_write(y, streams, *found[1:]), written)
         yield from self._attention(block, layer, part)
-        (weights, ids), u, y = layer.route, layer.reads[1][1], layer.written[1][0]
+        (weights, ids), u, y = layer.route, layer.inputs[1], layer.written[1][0]
         own_ids, own_weights = block.moe.route(u)
         yield part("route", own_ids, ids)
         yield part("routing weights", own_weights, weights)
@@ -254,7 +254,7 @@ class Sublayers:
 
     def _attention(self, block: Block, layer: Layer, part) -> Iterator[Found]:
         """Up to the softmax, the softmax, and what follows it; each from the published numbers."""
-        (_, u), (y, _) = layer.reads[0], layer.written[0]
+        u, (y, _) = layer.inputs[0], layer.written[0]
         q, entries, o = layer.attention
         found = []
 
