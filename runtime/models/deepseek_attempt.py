@@ -17,7 +17,7 @@ from kernels import reference_deepseek as ops
 from runtime.models.deepseek_state import DeepseekState
 
 if TYPE_CHECKING:
-    from runtime.models.deepseek import DeepseekModel
+    from runtime.models.deepseek_model import DeepseekModel
 
 
 class DeepseekAttempt:
@@ -40,7 +40,7 @@ class DeepseekAttempt:
 
     @torch.inference_mode()
     def _run(self, model: DeepseekModel) -> Tensor:
-        from runtime.models.deepseek import Choice
+        from runtime.models.deepseek_model import Choice
 
         state, tokens = self._state, self.tokens
         entry, pres, ids_of = model.enter(tokens, state)

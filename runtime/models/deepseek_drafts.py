@@ -25,7 +25,8 @@ from runtime.drafts.heads import HeadedModel, Proposal
 from runtime.experts.reader import DirectReader
 from runtime.experts.shard_layout import ShardLayout
 from runtime.experts.streamer import ExpertSource, ExpertStreamer
-from runtime.models.deepseek import (
+from runtime.models.deepseek_attempt import DeepseekAttempt
+from runtime.models.deepseek_model import (
     Attention,
     Block,
     Choice,
@@ -33,7 +34,6 @@ from runtime.models.deepseek import (
     OpenExpert,
     fp8_matrix,
 )
-from runtime.models.deepseek_attempt import DeepseekAttempt
 from runtime.models.deepseek_state import DeepseekState
 from runtime.models.deepseek_weights import DeepseekSpec, draft_expert_layout, draft_shapes
 from runtime.units import GIB

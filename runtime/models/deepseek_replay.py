@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference_deepseek as ops
-from runtime.models.deepseek import Block, Choice, DeepseekModel
+from runtime.models.deepseek_model import Block, Choice, DeepseekModel
 from runtime.models.deepseek_state import DeepseekState
 from runtime.models.deepseek_weights import DeepseekSpec
 

@@ -18,7 +18,7 @@ from kernels import reference as ops
 from runtime.models.qwen_state import QwenState
 
 if TYPE_CHECKING:
-    from runtime.models.qwen import QwenModel
+    from runtime.models.qwen_model import QwenModel
 
 
 class QwenAttempt:
@@ -36,7 +36,7 @@ class QwenAttempt:
 
     @torch.inference_mode()
     def _run(self, model: QwenModel) -> tuple[Tensor, Tensor]:
-        from runtime.models.qwen import Attention
+        from runtime.models.qwen_model import Attention
 
         spec, state, tokens = model.spec, self._state, self.tokens
         state.version += 1

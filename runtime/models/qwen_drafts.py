@@ -27,7 +27,7 @@ from runtime.experts.layout import ExpertKey, Span
 from runtime.experts.reader import DirectReader
 from runtime.experts.streamer import ExpertSource, ExpertStreamer
 from runtime.experts.tensor_runs import Part, lay_out
-from runtime.models.qwen import CHUNK_TOKENS, Attention, BlockMixer, Mixer, Moe, QwenModel
+from runtime.models.qwen_model import CHUNK_TOKENS, Attention, BlockMixer, Mixer, Moe, QwenModel
 from runtime.models.qwen_state import AttentionState
 from runtime.models.qwen_weights import PROJECTIONS, QwenSpec
 from runtime.units import GIB

@@ -11,8 +11,8 @@ import torch
 
 from runtime.drafts.heads import HeadedModel, Proposal
 from runtime.drafts.passes import Drafting
-from runtime.models.deepseek import Choice
 from runtime.models.deepseek_drafts import Drafts, TappedModel
+from runtime.models.deepseek_model import Choice
 from tests.parity.deepseek_golden import (
     GOLDEN,
     LAYER_BOUND,

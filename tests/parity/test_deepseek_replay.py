@@ -13,7 +13,7 @@ from conf.schema import ConfigError, DraftSource
 from runtime.engine import Engine, EngineFiles
 from runtime.errors import UserError
 from runtime.models import deepseek, deepseek_replay
-from runtime.models.deepseek import Attention, DeepseekModel
+from runtime.models.deepseek_model import Attention, DeepseekModel
 from runtime.models.deepseek_replay import BoundedModel, first_bounded_layer
 from runtime.models.deepseek_state import DeepseekState
 
