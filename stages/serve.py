@@ -20,6 +20,7 @@ from runtime import build, hardware
 from runtime.budget import ram_limit
 from runtime.engine import Engine, load_family
 from runtime.errors import UserError
+from runtime.living_kv.service import MemoryService
 from runtime.server.app import create_app
 from runtime.server.worker import Served, Worker
 from runtime.snapshot import SnapshotStore, make_key
@@ -92,6 +93,9 @@ def run(ctx: StageContext) -> None:
             lambda engine: open_store(cfg, ctx.inputs, engine),
             serve.queue,
             on_failure,
+            lambda engine: MemoryService(
+                engine, snapshot_of(ctx.inputs["download"]), absolute(cfg.paths.memory), cfg.memory
+            ),
         )
         config = uvicorn.Config(
             create_app(worker, serve, key),

@@ -80,6 +80,19 @@ def in_scope(store: Store, scope: str) -> Array:
     return allowed
 
 
+def check_scope(store: Store, scope: str) -> None:
+    """Refuse a scope that is not understood, or names a session or tag that the store has not. MemoryUsageError."""
+    in_scope(store, scope)
+    for part in scope.split("+"):
+        kind, _, value = part.partition(":")
+        if kind in ("session", "tag") and not any(_matches(s, kind, value) for s in store.sessions):
+            known = sorted({s.name if kind == "session" else s.tag for s in store.sessions} - {""})
+            raise MemoryUsageError(
+                f"memory.scope: the store has no {kind} {value!r:.80}",
+                f"it has {', '.join(known[:8]) or 'none'}",
+            )
+
+
 def _matches(session: Any, kind: str, value: str) -> bool:
     if kind in ("session", "tag"):
         return bool((session.name if kind == "session" else session.tag) == value)

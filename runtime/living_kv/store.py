@@ -33,6 +33,7 @@ from runtime.living_kv.commit import LOG_NAME, Commit, Range, Whole, scan
 from runtime.living_kv.errors import (
     DiskFullError,
     StoreLockedError,
+    StoreNotFoundError,
     StoreRefusedError,
     checksum,
 )
@@ -41,6 +42,7 @@ from runtime.units import PAGE_NBYTES, align_up, format_nbytes
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+HEADER_NAME = "HEADER.json"
 KV_FILE_NBYTES = 4 * 2**30  # a block file is closed before it grows beyond this
 BLOCK_MAGIC = b"LKVB"
 BLOCK_HEADER = struct.Struct(
@@ -166,7 +168,7 @@ class Store:
                 (root / name).mkdir(parents=True, exist_ok=True)
             raw = json.dumps(asdict(header), sort_keys=True, indent=1)
             body = {"header": json.loads(raw), "blake3": blake3(raw.encode()).hexdigest()}
-            files.replace(root / "HEADER.json", (json.dumps(body, indent=1) + "\n").encode())
+            files.replace(root / HEADER_NAME, (json.dumps(body, indent=1) + "\n").encode())
         except OSError as error:
             raise _disk_error(error, root, 0) from error
         return cls.open(root, is_writer=True)
@@ -566,9 +568,9 @@ def _short_file(root: Path, commit: Commit) -> str:
 
 
 def _read_header(root: Path) -> Header:
-    path = root / "HEADER.json"
+    path = root / HEADER_NAME
     if not path.exists():
-        raise UserError(
+        raise StoreNotFoundError(
             f"there is no store at {root}",
             "check memory.store, or make it with stages=[memory_ingest]",
         )
@@ -587,7 +589,7 @@ def _read_header(root: Path) -> Header:
             )
         return Header(**{**data, "index_layers": tuple(data["index_layers"])})
     except (ValueError, KeyError, TypeError) as error:
-        raise checksum(f"{path} is damaged: {error}", hint) from error
+        raise checksum(f"{root.name}/{HEADER_NAME} is damaged: {error}", hint) from error
 
 
 def _take_lock(root: Path) -> int:

@@ -21,7 +21,8 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from conf.schema import AnswerMode, MemoryConfig, Template
-from runtime.living_kv.memory import Memory, new_header
+from runtime.living_kv.identity import new_header
+from runtime.living_kv.memory import Memory
 from runtime.living_kv.store import Store
 from runtime.models.dense import open_codec
 from runtime.sampling import SamplingParams

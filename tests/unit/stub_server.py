@@ -163,7 +163,13 @@ class StubEngine:
 class StubServer:
     """A server in threads of this process, and clients of it."""
 
-    def __init__(self, engine: StubEngine, key: str | None = None, **serve: Any) -> None:
+    def __init__(
+        self,
+        engine: StubEngine,
+        key: str | None = None,
+        open_memory: Any = None,
+        **serve: Any,
+    ) -> None:
         self.engine = engine
         config = ServeConfig(**{"keep_alive_s": 10.0, **serve})
         served = Served("stub", "revision-1", engine.codec, engine.context_tokens, "0.1", None)
@@ -181,6 +187,7 @@ class StubServer:
             lambda _: SnapshotStore(1 << 24),
             config.queue,
             self.lost.set,
+            open_memory,
         )
         app = create_app(self.worker, config, key)
         settings = uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=2)
