@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = (
-    "synthetic", "download", "patch", "repack", "spot_check", "residents", "verify", "bench", "simulate", "chat",
-    "serve", "plan", "doctor",
+    "synthetic", "download", "patch", "repack", "spot_check", "residents", "quantize", "verify", "bench", "simulate",
+    "chat", "serve", "plan", "doctor",
     "memory_ingest", "memory_ask", "memory_chat", "memory_list", "memory_stats", "memory_quote", "memory_verify",
     "memory_migrate", "memory_prune",
     "advise", "advise_check", "advise_serve",
@@ -26,7 +26,9 @@ STAGES = (
 
 # stages that a family has no use for, or that know nothing of it yet
 NOT_FOR_FAMILY = {
+    "qwen": {"quantize": "its experts are quantised as released"},
     "deepseek": {
+        "quantize": "its weights are quantised as released",
         "repack": "its experts are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",
         "spot_check": "it compares a pack, and this family has none",
@@ -79,6 +81,16 @@ class Deltanet(Enum):
     fp8_rows = (
         "fp8_rows"  # E4M3 with one scale per row: half the bytes, 2.6 % error on Gaussian rows
     )
+
+
+class Weights(Enum):
+    """How the matrices of a dense model's layers are kept."""
+
+    stored = "stored"  # as released
+    int8_rows = (
+        "int8_rows"  # int8 with one scale per row: 8 bits a weight, 0.9 % error on Gaussian rows
+    )
+    nvfp4 = "nvfp4"  # E2M1 with an E4M3 scale for each 16: 4.5 bits a weight, 9.5 % error; the head as int8_rows
 
 
 class Arithmetic(Enum):
@@ -154,8 +166,14 @@ class ModelConfig:
     context_tokens: int = 4096  # window; memory for keys and values grows with it
     prefill_tokens: int = 512  # a prompt goes through the layers in pieces of this many tokens
     deltanet: Deltanet = Deltanet.bf16
+    weights: Weights = Weights.stored  # of dense models; written once by stages=[quantize]
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    @property
+    def makers(self) -> tuple[str, ...]:
+        """The stages that make what an engine opens: `setup`, and `quantize` where weights are not as released."""
+        return (*self.setup, *(() if self.weights is Weights.stored else ("quantize",)))
 
 
 @dataclass
@@ -719,7 +737,13 @@ def load(cfg: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     assert isinstance(run, RunConfig)
-    faults = [*_range_faults(run), *_family_faults(run), *_memory_faults(run), *_stage_faults(run)]
+    faults = [
+        *_range_faults(run),
+        *_family_faults(run),
+        *_weight_faults(run),
+        *_memory_faults(run),
+        *_stage_faults(run),
+    ]
     if faults:
         raise ConfigError("; ".join(faults))
     return run
@@ -812,6 +836,17 @@ def _family_faults(run: RunConfig) -> Iterable[str]:
         yield "deepseek.replay=bounded is of deepseek.arithmetic=native: leave out one of the two"
     if run.drafts.enabled:
         yield "drafts are of deepseek.arithmetic=native: leave out drafts.enabled, or set that"
+
+
+def _weight_faults(run: RunConfig) -> Iterable[str]:
+    is_dense, is_stored = run.model.family == "dense", run.model.weights is Weights.stored
+    if not is_stored and not is_dense:
+        yield (
+            f"model.weights={run.model.weights.value} is of dense models, model={run.model.name} is of the family "
+            f"{run.model.family}: leave it out"
+        )
+    if is_stored and is_dense and "quantize" in run.stages:
+        yield "stages=[quantize] needs a format: add model.weights=int8_rows or model.weights=nvfp4"
 
 
 def _stage_faults(run: RunConfig) -> Iterable[str]:

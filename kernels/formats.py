@@ -1,6 +1,6 @@
-"""Number formats <-> bytes, in plain torch: NVFP4 blocks and FP8 rows. Knows no file and no model.
+"""Number formats <-> bytes, in plain torch: NVFP4 blocks, FP8 and int8 rows. Knows no file and no model.
 
-A format's decode is its definition; its encode is for tests, for resident FP8 rows and for synthetic weights.
+A format's decode is its definition; its encode is for tests, resident rows, dense layers and synthetic weights.
 """
 
 from __future__ import annotations
@@ -52,16 +52,18 @@ def nvfp4_dequantize(codes: Tensor, scales: Tensor, global_scale: Tensor | float
     return nvfp4_values(codes, scales) * global_scale
 
 
-def nvfp4_quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def nvfp4_quantize(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Round [N, K] weights to NVFP4: (codes [N, K/2] uint8, scales [N, K/16] float8_e4m3fn, global scale fp32 scalar).
 
-    The global scale is amax / (6 * 448); ties go to the code with the even last bit.
+    The global scale is amax / (6 * 448); ties go to the code with the even last bit.  amax: scalar fp32, the largest
+    magnitude of a matrix of which these are some rows; None: of these.
     """
     weight = weight.float()
     rows, columns = weight.shape
     if columns % NVFP4_GROUP:
         raise ValueError(f"NVFP4 needs a multiple of {NVFP4_GROUP} columns, got {columns}")
-    amax = weight.abs().amax()
+    if amax is None:
+        amax = weight.abs().amax()
     global_scale = torch.where(amax > 0, amax / (E2M1_MAX * E4M3_MAX), torch.ones_like(amax))
     blocks = weight.view(rows, columns // NVFP4_GROUP, NVFP4_GROUP)
     scales = (
@@ -104,6 +106,20 @@ def fp8_rows_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 def fp8_rows_dequantize(values: Tensor, scales: Tensor) -> Tensor:
     """Return values * scales per row: [N, K] fp32."""
     return values.float() * scales.unsqueeze(1)
+
+
+INT8_MAX = 127.0
+
+
+def int8_rows_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row to int8 with its own scale: (values [N, K] int8 in -127..127, scales [N] fp32).
+
+    scale = max|row| / 127, or 1 for a row of zeros; nearest even.
+    """
+    weight = weight.float()
+    amax = weight.abs().amax(dim=1)
+    scale = torch.where(amax > 0, amax / INT8_MAX, torch.ones_like(amax))
+    return (weight / scale.unsqueeze(1)).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale
 
 
 MX_GROUP = 32  # columns that share one E8M0 scale

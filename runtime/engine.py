@@ -30,6 +30,7 @@ from runtime.budget import (
 from runtime.errors import ContextLengthError, UserError
 from runtime.experts.checks import Checksums
 from runtime.experts.copies import CudaCopier
+from runtime.experts.layer_slots import LayerSlots
 from runtime.experts.layout import ExpertLayout
 from runtime.experts.reader import DirectReader
 from runtime.experts.routes import RouteHeader, RouteRecorder
@@ -114,6 +115,7 @@ class EngineFiles:
     pack: Path | None = None  # of families whose experts are packed
     residents: Path | None = None  # of families whose other weights are written anew
     published: Path | None = None  # a release's own code, patched
+    layers: Path | None = None  # of dense models: a quantised copy of their layers and head
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,9 @@ def _plan_vram(
     limit = vram_limit(config.hw.vram_gib, total, free, config.hw.vram_reserve_gib)
     copies, tokens = config.prefetch.copy, config.model.prefill_tokens
     tokens = min(tokens, config.model.context_tokens)
-    passing = passing_slots(copies, sizes.record_nbytes, 0 if reads_in_place else sizes.top_k)
+    passing = sizes.passing_slots
+    if passing is None:
+        passing = passing_slots(copies, sizes.record_nbytes, 0 if reads_in_place else sizes.top_k)
     plan = plan_vram(sizes, limit, tokens, passing, config.cache.vram_gib)
     if config.hw.vram_gib is not None:
         torch.cuda.set_per_process_memory_fraction(limit / total)
@@ -160,7 +164,7 @@ class Engine:
         cpus: frozenset[int] | None,
         device: torch.device,
         is_direct: bool,
-        experts: ExpertStreamer | SlotExperts | ResidentExperts,
+        experts: ExpertStreamer | SlotExperts | LayerSlots | ResidentExperts,
         top_k: int,
     ) -> None:
         """vram_plan: None on a CPU.  cpus: where the thread ran before it was pinned; None: it was not.
@@ -245,7 +249,7 @@ class Engine:
         vram_plan = _plan_vram(config, sizes, device, family.READS_IN_PLACE) if has_gpu else None
         checksums = Checksums.open(layout) if config.cache.verify else None
         reader = DirectReader(layout.files, config.hw.drive)
-        experts: ExpertStreamer | SlotExperts | ResidentExperts
+        experts: ExpertStreamer | SlotExperts | LayerSlots | ResidentExperts
         if is_resident:
             experts = ResidentExperts(layout, reader)
         else:
@@ -264,10 +268,13 @@ class Engine:
             if vram_plan is not None:
                 experts.pin()
                 copier = CudaCopier(vram_plan.slots, experts.record_nbytes, device)
-                copies = config.prefetch.copy
-                experts = SlotExperts(
-                    experts, copier, spec.num_layers, spec.top_k, copies, family.READS_IN_PLACE
-                )
+                if family.IS_DENSE:
+                    experts = LayerSlots(experts, copier, spec.num_experts, vram_plan.passing_slots)
+                else:
+                    copies = config.prefetch.copy
+                    experts = SlotExperts(
+                        experts, copier, spec.num_layers, spec.top_k, copies, family.READS_IN_PLACE
+                    )
             model = family.open_model(spec, files, layout, experts, config, device, dtype)
         except BaseException:
             experts.close()

@@ -22,8 +22,8 @@ ROUTES_NAME = "routes.bin"  # in the folder of the run, with record=true
 def setup_stages(cfg: RunConfig) -> tuple[str, ...]:
     """Return the stages that make what this run's engine opens: `patch` only where the release's own code computes."""
     if "patch" not in cfg.model.setup or uses_published_code(cfg):
-        return tuple(cfg.model.setup)
-    return tuple(name for name in cfg.model.setup if name != "patch")
+        return cfg.model.makers
+    return tuple(name for name in cfg.model.makers if name != "patch")
 
 
 def uses_published_code(cfg: RunConfig) -> bool:
@@ -34,7 +34,7 @@ def uses_published_code(cfg: RunConfig) -> bool:
 
 def engine_files(inputs: Mapping[str, Output]) -> EngineFiles:
     """Return the folders that `Engine.open` needs."""
-    made = (inputs.get(name) for name in ("repack", "residents", "patch"))
+    made = (inputs.get(name) for name in ("repack", "residents", "patch", "quantize"))
     roots = [None if output is None else output.root for output in made]
     return EngineFiles(snapshot_of(inputs["download"]), *roots)
 

@@ -69,7 +69,7 @@ def run(ctx: StageContext) -> None:
     sizes: ModelSizes = family.planned_sizes(spec, cfg, dtype, has_gpu)
     fit = plan_fit(cfg, sizes, has_gpu)
     rates, source = planned_rates(cfg, ctx.runner, has_gpu)
-    rooms = ctx.runner.expected_disk(cfg.model.setup)
+    rooms = ctx.runner.expected_disk(cfg.model.makers)
     fetching = fetch_line(cfg, rooms)
     print(f"{cfg.model.name} on hw={cfg.hw.name}{'' if has_gpu else ', on the CPU'}")
     print(format_disk(rooms, fetching))

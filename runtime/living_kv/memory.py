@@ -27,7 +27,7 @@ from runtime.living_kv.codec import Codec
 from runtime.living_kv.cold import ColdBlocks
 from runtime.living_kv.confidence import Verdict
 from runtime.living_kv.errors import MemoryUsageError, StoreRefusedError
-from runtime.living_kv.hot import HotState
+from runtime.living_kv.hot import HotState, scratch_budget
 from runtime.living_kv.identity import REREAD
 from runtime.living_kv.index import VectorIndex, projection, projection_digest
 from runtime.living_kv.lexical import LexicalIndex
@@ -36,7 +36,6 @@ from runtime.living_kv.positions import Mode, choose_mode
 from runtime.living_kv.quote import in_scope, open_lexical, quote_sentences, readable_text
 from runtime.living_kv.select import Selection, select
 from runtime.living_kv.sentences import (
-    MAX_TOKENS,
     Sentence,
     byte_offsets,
     cut_pieces,
@@ -364,7 +363,7 @@ class Memory:
     def scratch(self) -> HotState:
         """The buffers in which questions are answered; the timeline stays as it is."""
         if self._scratch is None:
-            self._scratch = self._hot_state(max(self.config.budget, MAX_TOKENS) + MAX_TOKENS)
+            self._scratch = self._hot_state(scratch_budget(self.config))
         return self._scratch
 
     def _start_scratch(self) -> HotState:

@@ -642,6 +642,7 @@ def expert_matrices(codes: Sequence[Tensor], scales: Sequence[Tensor]) -> Matric
 
 # experts in RAM are copied to VRAM first: 51 GB/s on an H200, where reading them off any alignment gives 29
 READS_IN_PLACE = False
+IS_DENSE = False
 
 
 def read_spec(snapshot: Path) -> DeepseekSpec:

@@ -12,7 +12,7 @@ from kernels import reference as ops
 from runtime.models.buffers import appended
 from runtime.models.dense_weights import DenseSpec
 
-SCORES_NBYTES = 2**28  # of fp32 scores that one call holds at once
+SCORES_NBYTES = 2**26  # of fp32 scores that one call holds at once
 
 
 class KvState(Protocol):

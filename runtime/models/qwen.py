@@ -652,6 +652,7 @@ def _dense_nbytes(spec: QwenSpec, weights: Mapping[str, Tensor]) -> int:
 
 # a GPU reads experts in RAM where they are: 2.8 MB each, copies would cost the host's time
 READS_IN_PLACE = True
+IS_DENSE = False
 
 
 def read_spec(snapshot: Path) -> QwenSpec:

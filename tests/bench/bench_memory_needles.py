@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -24,8 +25,9 @@ from runtime.living_kv import confidence as sure
 from runtime.living_kv.identity import new_header
 from runtime.living_kv.memory import Memory
 from runtime.living_kv.store import Store
-from runtime.models.dense import open_codec
+from runtime.models.dense import DenseModel, open_codec
 from runtime.sampling import SamplingParams
+from runtime.text import TextCodec
 from tests.dense_models import open_dense
 
 # a fact's beginning, and the word that ends it
@@ -100,6 +102,20 @@ def tally(row: list[tuple[bool, float]]) -> str:
     return f"{sum(ok for ok, _ in row)}/{len(row)} (p {sum(p for _, p in row) / len(row):.2f})"
 
 
+def perplexity(model: DenseModel, codec: TextCodec, tokens: int, piece: int = 512) -> float:
+    """Return that of the bundled held-out English, each piece read by itself."""
+    text = (ROOT / "runtime" / "bundled" / "tiny-qwen" / "heldout_en.txt").read_text()
+    ids = codec.encode_plain(text.replace("<|endoftext|>", "\n"))[:tokens]
+    total, count = 0.0, 0
+    for at in range(0, len(ids) - 1, piece):
+        part = ids[at : at + piece]
+        logits = model.prefill(part, model.new_state(), all_logits=True)
+        logprobs = logits[:-1].log_softmax(-1)
+        total -= float(logprobs.gather(1, torch.tensor(part[1:]).unsqueeze(1)).double().sum())
+        count += len(part) - 1
+    return math.exp(total / count)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("snapshot", type=Path)
@@ -108,12 +124,18 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--position", default="auto", choices=[m.value for m in PositionMode])
     parser.add_argument("--tail", type=int, default=64, help="last tokens in sight")
+    parser.add_argument("--layers", type=Path, help="folder of what stages=[quantize] made")
     parser.add_argument("--same", action="store_true")
     parser.add_argument("--prefix", default="Reminder: ")
+    parser.add_argument("--perplexity", action="store_true", help="of held-out text, and no more")
     parser.add_argument("--full", action="store_true", help="also with every token attended to")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    codec, model = open_codec(args.snapshot), open_dense(args.snapshot)
+    codec, model = open_codec(args.snapshot), open_dense(args.snapshot, layers=args.layers)
+    if args.perplexity:
+        ppl = perplexity(model, codec, args.tokens)
+        print(json.dumps({"tokens": args.tokens, "perplexity": round(ppl, 3)}))
+        return
     text, facts, absent = build(codec, args.tokens, args.same)
     config = MemoryConfig(
         window=args.window, chunk=min(512, args.window), budget=args.budget, template=Template.none,
