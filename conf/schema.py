@@ -38,7 +38,6 @@ NOT_FOR_FAMILY = {
         "residents": "its weights are loaded from the released shards",
         "spot_check": "it compares a pack, and this family has none",
         "verify": "no references of it are recorded yet",
-        "synthetic": "random bytes of it are not made yet",
     },
 }
 
@@ -135,7 +134,9 @@ class SyntheticConfig:
         None  # per layer; null: as many as disk_gib allows, at most the released number
     )
     layers: int | None = None  # null: as released
-    disk_gib: float = 60.0  # for all that the set-up makes of it: checkpoint, pack, residents
+    disk_gib: float = (
+        60.0  # for all that the set-up makes of it: checkpoint, pack, residents, a quantised copy
+    )
     ngram_rows: int = 2**20  # of each n-gram table, about; released: 320 million, 2 x 384 million
     skew: float = (
         0.5  # of the routing: standard deviation of the log of the router's row norms; 0 is even

@@ -45,16 +45,17 @@ def params(cfg: RunConfig) -> dict[str, Any]:
 def disk_nbytes(cfg: RunConfig, inputs: Mapping[str, Output]) -> int:
     """Return the size of the finished file."""
     spec = load_family("dense").read_spec(snapshot_of(inputs["download"]))
-    return _size(spec, cfg.model.weights)
+    return file_nbytes(spec, cfg.model.weights)
 
 
 def expected_nbytes(cfg: RunConfig) -> int:
     """Return the same before the snapshot is here, from the released config.json; 0 without one."""
     spec = planned_spec(cfg)
-    return 0 if spec is None else _size(spec, cfg.model.weights)
+    return 0 if spec is None else file_nbytes(spec, cfg.model.weights)
 
 
-def _size(spec: DenseSpec, weights: Weights) -> int:
+def file_nbytes(spec: DenseSpec, weights: Weights) -> int:
+    """Return the size of the file that a model becomes."""
     header, nbytes = make_header(_as_stored(spec, weights, {}))
     return len(header) + nbytes
 
