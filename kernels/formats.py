@@ -52,11 +52,14 @@ def nvfp4_dequantize(codes: Tensor, scales: Tensor, global_scale: Tensor | float
     return nvfp4_values(codes, scales) * global_scale
 
 
-def nvfp4_quantize(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def nvfp4_quantize(
+    weight: Tensor, amax: Tensor | None = None, peaks: tuple[float, ...] = (E2M1_MAX,)
+) -> tuple[Tensor, Tensor, Tensor]:
     """Round [N, K] weights to NVFP4: (codes [N, K/2] uint8, scales [N, K/16] float8_e4m3fn, global scale fp32 scalar).
 
     The global scale is amax / (6 * 448); ties go to the code with the even last bit.  amax: scalar fp32, the largest
-    magnitude of a matrix of which these are some rows; None: of these.
+    magnitude of a matrix of which these are some rows; None: of these.  peaks: E2M1 values that a group's largest
+    magnitude may become; of several the one with the smallest squared error, the first of equal ones.
     """
     weight = weight.float()
     rows, columns = weight.shape
@@ -66,17 +69,36 @@ def nvfp4_quantize(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor, 
         amax = weight.abs().amax()
     global_scale = torch.where(amax > 0, amax / (E2M1_MAX * E4M3_MAX), torch.ones_like(amax))
     blocks = weight.view(rows, columns // NVFP4_GROUP, NVFP4_GROUP)
+    codes, scales = _nvfp4_blocks(blocks, global_scale, peaks[0])
+    for peak in peaks[1:]:
+        other, other_scales = _nvfp4_blocks(blocks, global_scale, peak)
+        is_better = _nvfp4_error(blocks, other, other_scales, global_scale) < _nvfp4_error(
+            blocks, codes, scales, global_scale
+        )
+        codes = torch.where(is_better.unsqueeze(-1), other, codes)
+        chosen = torch.where(is_better, other_scales.view(torch.uint8), scales.view(torch.uint8))
+        scales = chosen.view(torch.float8_e4m3fn)
+    codes = codes.reshape(rows, columns)
+    return codes[:, 0::2] | (codes[:, 1::2] << 4), scales, global_scale
+
+
+def _nvfp4_blocks(blocks: Tensor, global_scale: Tensor, peak: float) -> tuple[Tensor, Tensor]:
+    """blocks: [N, G, 16].  Returns codes [N, G, 16] uint8 and scales [N, G] that make each group's largest `peak`."""
     scales = (
-        (blocks.abs().amax(-1) / E2M1_MAX / global_scale)
-        .clamp(max=E4M3_MAX)
-        .to(torch.float8_e4m3fn)
+        (blocks.abs().amax(-1) / peak / global_scale).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     )
     step = scales.float().unsqueeze(-1) * global_scale
     scaled = torch.where(
         step > 0, blocks / step.clamp(min=torch.finfo(torch.float32).tiny), torch.zeros_like(blocks)
     )
-    codes = nearest_e2m1(scaled.reshape(rows, columns))
-    return codes[:, 0::2] | (codes[:, 1::2] << 4), scales, global_scale
+    return nearest_e2m1(scaled), scales
+
+
+def _nvfp4_error(blocks: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:
+    """Return the squared error of each group: [N, G]."""
+    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=blocks.device)
+    values = table[codes.int()] * (scales.float() * global_scale).unsqueeze(-1)
+    return (values - blocks).square().sum(-1)
 
 
 def nearest_e2m1(values: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from runtime.checkpoint import TensorInfo
 
 ROWS = 4096  # of a matrix that are rounded at once
+PEAKS = (6.0, 4.0)  # of NVFP4 groups: 8.7 % error on Gaussian rows, 9.5 % with 6 alone
 HEAD_UNIT = "head"
 
 
@@ -132,7 +133,7 @@ def convert(
         parts = tuple(torch.cat(part) for part in zip(*rounded, strict=True))
     else:
         amax = matrix.abs().amax().float()
-        rounded4 = [nvfp4_quantize(rows, amax) for rows in matrix.split(ROWS)]
+        rounded4 = [nvfp4_quantize(rows, amax, PEAKS) for rows in matrix.split(ROWS)]
         codes, scales, global_scale = zip(*rounded4, strict=True)
         parts = torch.cat(codes), torch.cat(scales), global_scale[0].reshape(1)
     for name, part in zip(names, parts, strict=True):

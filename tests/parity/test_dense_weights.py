@@ -133,7 +133,7 @@ def test_logits_are_those_of_the_decoded_weights(released, make_config, tmp_path
 def test_what_is_written_is_the_nearest(released, make_config, tmp_path):
     """Errors of the matrices, against what uniform and E2M1 steps come to on Gaussian rows."""
     model, folder = released
-    for weights, low, high in ((Weights.int8_rows, 0.004, 0.011), (Weights.nvfp4, 0.08, 0.11)):
+    for weights, low, high in ((Weights.int8_rows, 0.004, 0.011), (Weights.nvfp4, 0.075, 0.095)):
         _, files = made(make_config, folder, tmp_path / weights.value, weights)
         values = decode_file(files.layers / LAYERS_NAME)
         for name, stored in model.state_dict().items():

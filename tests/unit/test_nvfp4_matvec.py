@@ -91,6 +91,19 @@ def test_int8_rows_are_the_nearest_steps():
     assert values[:, :].abs().amax(1).tolist() == [127, 127, 127, 0, 127, 127, 127]
 
 
+def test_of_two_peaks_each_group_takes_the_nearer():
+    weight = torch.randn(5, 160)
+    either = [nvfp4_quantize(weight, peaks=(peak,)) for peak in (6.0, 4.0)]
+    best = nvfp4_quantize(weight, peaks=(6.0, 4.0))
+
+    def errors(parts):
+        return (decoded(*parts) - weight).square().view(5, 10, 16).sum(-1)
+
+    wanted = torch.minimum(errors(either[0]), errors(either[1]))
+    assert torch.allclose(errors(best), wanted, rtol=1e-5)
+    assert not torch.equal(errors(best), errors(either[0]))
+
+
 def test_rows_of_a_matrix_round_as_the_whole_does():
     weight = torch.randn(9, 64)
     whole = nvfp4_quantize(weight)
