@@ -440,17 +440,9 @@ class Store:
         for _, part in self._ranges(TEXT):
             if part.start + part.nbytes <= start or part.start >= start + nbytes:
                 continue
-            if (TEXT, part.start) in self._checked:
-                continue
-            if (
-                blake3(_read_at(self.root / TEXT, part.start, part.nbytes)).hexdigest()
-                != part.digest
-            ):
-                raise checksum(
-                    f"{TEXT}, bytes {part.start:,} to {part.start + part.nbytes:,} are not what was written",
-                    "run stages=[memory_verify] to see which sentences are lost",
-                )
-            self._checked.add((TEXT, part.start))
+            if (TEXT, part.start) not in self._checked:
+                raw = _read_at(self.root / TEXT, part.start, part.nbytes)
+                self._check_range(TEXT, part, raw)
         return _read_at(self.root / TEXT, start, nbytes)
 
     def tokens(self) -> np.ndarray[Any, Any]:
@@ -458,10 +450,26 @@ class Store:
         return np.frombuffer(self._bytes(TOKENS), "<i4")
 
     def vectors(self) -> np.ndarray[Any, Any]:
-        """Return the index vectors [sentences, vector_values] fp16."""
-        return np.frombuffer(self._bytes(VECTORS), "<f2").reshape(
-            -1, max(1, self.header.vector_values)
-        )
+        """Return the index vectors [sentences, vector_values] fp16: pages of the file, each range checked once."""
+        width = max(1, self.header.vector_values)
+        nbytes = self.commit.lengths.get(VECTORS, 0)
+        if not nbytes:
+            return np.zeros((0, width), "<f2")
+        raw = memoryview(self._map(VECTORS))
+        for file, part in self._ranges(VECTORS):
+            self._check_range(file, part, raw[part.start : part.start + part.nbytes])
+        return np.frombuffer(raw[:nbytes], "<f2").reshape(-1, width)
+
+    def _check_range(self, file: str, part: Range, raw: bytes | memoryview) -> None:
+        """Compare committed bytes with their digest, once. Raises StoreRefusedError."""
+        if (file, part.start) in self._checked:
+            return
+        if blake3(raw).hexdigest() != part.digest:
+            raise checksum(
+                f"{file}, bytes {part.start:,} to {part.start + part.nbytes:,} are not what was written",
+                "run stages=[memory_verify] to see which sentences are lost",
+            )
+        self._checked.add((file, part.start))
 
     def read_hot(self) -> bytes | None:
         """Return the exact snapshot of the last commit; None if there is none, or it is damaged."""
