@@ -31,17 +31,20 @@ from tests.dense_models import open_dense
 
 QUESTION = "code of Banak"
 
+
 def settings() -> MemoryConfig:
     return MemoryConfig(
         window=256, chunk=128, budget=128, template=Template.none, mode=AnswerMode.kv, ram_gib=0.002, calibration=20,
         commit_tokens=4096,
     )  # fmt: skip
 
+
 def resident_mib() -> dict[str, float]:
     """Return what is in RAM: anonymous memory, and pages of mapped files, which the kernel takes back as it needs."""
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     return {name: int(fields[name].split()[0]) / 1024 for name in ("RssAnon", "RssFile")}
+
 
 def resume(snapshot: Path, root: Path) -> None:
     model, codec = open_dense(snapshot), open_codec(snapshot)
@@ -58,6 +61,7 @@ def resume(snapshot: Path, root: Path) -> None:
             }
         )
     )  # fmt: skip
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -101,6 +105,7 @@ def main() -> None:
     subprocess.run(
         [sys.executable, __file__, str(args.snapshot), "--resume", str(root)], check=True, cwd=ROOT
     )
+
 
 if __name__ == "__main__":
     main()
