@@ -33,7 +33,13 @@ from runtime.living_kv.index import VectorIndex, projection, projection_digest
 from runtime.living_kv.lexical import LexicalIndex
 from runtime.living_kv.means import SentenceMeans
 from runtime.living_kv.positions import Mode, choose_mode
-from runtime.living_kv.quote import in_scope, open_lexical, quote_sentences, readable_text
+from runtime.living_kv.quote import (
+    StoredTexts,
+    in_scope,
+    open_lexical,
+    quote_sentences,
+    readable_text,
+)
 from runtime.living_kv.select import Selection, select
 from runtime.living_kv.sentences import (
     Sentence,
@@ -52,6 +58,13 @@ log = logging.getLogger(__name__)
 
 CHARACTERS_PER_TOKEN = 4  # a piece of text is cut at about commit_tokens of these
 SNAPSHOT = struct.Struct("<QQQ")  # sinks, first hot position, position
+
+
+_Scored = Sequence[tuple[int, float]]  # sentences and their scores, best first
+
+
+def _best(found: Selection | None, count: int) -> _Scored:
+    return [] if found is None else list(zip(found.ranked, found.scores, strict=True))[:count]
 
 
 @dataclass(slots=True)
@@ -429,7 +442,7 @@ class Memory:
 
     def calibrate(self, count: int | None = None) -> sure.Estimator | None:
         """Fit the confidence to the store's own sentences, and keep the fit beside it."""
-        texts = [readable_text(self.store, i) for i in range(len(self.store.sentences))]
+        texts = StoredTexts(self.store)
         count = self.config.calibration if count is None else count
         found = sure.calibrate(
             texts, self.find, self.lexical.rarest, count, self.config.confidence_target
@@ -521,7 +534,7 @@ class Memory:
         found = self.find(question)
         verdict = sure.judge(found, sure.load_estimator(self.store.root))
         mode = mode or self.config.mode
-        best = list(found.ranked[: self.config.k]) if found else []
+        best = _best(found, self.config.k)
         if mode is AnswerMode.quote or (
             mode is AnswerMode.auto and (verdict.is_low or found is None)
         ):
@@ -564,17 +577,20 @@ class Memory:
         texts = [readable_text(self.store, i) for i in (found.sentences if found else ())]
         return sure.support(answer, "\n".join(texts))
 
-    def _quoted(self, best: Sequence[int], verdict: Verdict, before: tuple[int, int]) -> Answer:
-        text = "\n".join(readable_text(self.store, i).strip() for i in best[:3])
+    def _quoted(self, best: _Scored, verdict: Verdict, before: tuple[int, int]) -> Answer:
+        text = "\n".join(readable_text(self.store, i).strip() for i, _ in best[:3])
         share = 1.0 if best else 0.0
         return self._result(_Drawn(text), verdict, AnswerMode.quote, best, share, before)
 
     def _result(
-        self, drawn: _Drawn, verdict: Verdict, mode: AnswerMode, best: Sequence[int], share: float,
+        self, drawn: _Drawn, verdict: Verdict, mode: AnswerMode, best: _Scored, share: float,
         before: tuple[int, int],
     ) -> Answer:  # fmt: skip
         scratch, (read, asked) = self.scratch, before
-        quotes = [q.to_dict() for q in quote_sentences(self.store, best, [0.0] * len(best))]
+        quotes = [
+            q.to_dict()
+            for q in quote_sentences(self.store, [i for i, _ in best], [score for _, score in best])
+        ]
         return Answer(
             drawn.text, drawn.tokens, drawn.finish, verdict, mode.value, quotes, scratch.mode.value,
             scratch.largest_distance, share, scratch.num_retrieved, self.store.read_nbytes - read,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from blake3 import blake3
@@ -49,6 +49,27 @@ def readable_text(store: Store, sentence: int) -> str:
         return store.text_of(sentence).decode("utf-8", "replace")
     except StoreRefusedError:
         return ""
+
+
+class StoredTexts(Sequence[str]):
+    """All sentences of a store for people, each read when it is asked for: a long store's text is not held in RAM."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __len__(self) -> int:
+        return len(self._store.sentences)
+
+    @overload
+    def __getitem__(self, i: int) -> str: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> list[str]: ...
+
+    def __getitem__(self, i: int | slice) -> str | list[str]:
+        if isinstance(i, slice):
+            return [self[n] for n in range(*i.indices(len(self)))]
+        return readable_text(self._store, i)
 
 
 def open_lexical(store: Store) -> LexicalIndex:

@@ -107,7 +107,7 @@ def test_the_order_in_which_sentences_were_chosen_does_not_show(snapshot, tmp_pa
     memory = ingested(snapshot, tmp_path / "s", tokens=400)
     a, b = ((30, 3, 12), (12, 30, 3))
     outs = [
-        memory.attend(memory.prompt("w005 w006?"), Selection(s, s, False, 1, 1, 1, 1, 1))
+        memory.attend(memory.prompt("w005 w006?"), Selection(s, s, (1.0,), False, 1, 1, 1, 1, 1))
         for s in (a, b)
     ]
     assert torch.equal(*outs)
@@ -219,7 +219,7 @@ def test_near_answers_are_those_of_a_short_text(snapshot, tmp_path):
         snapshot, tmp_path / "s", codec=KvCodec.fp32, position=PositionMode.near, sinks=0
     )
     (lo, hi) = (int(memory.store.sentences[k][5]) for k in ("lo", "hi"))
-    memory.attend(memory.prompt("w005 w006?"), Selection((5,), (5,), True, 1, 1, 1, 1, 1))
+    memory.attend(memory.prompt("w005 w006?"), Selection((5,), (5,), (1.0,), True, 1, 1, 1, 1, 1))
     scratch = memory.scratch
     rows = slice(scratch._first, scratch._hot_at)
     cold, _, _ = memory.cold.fetch([(lo, hi)])

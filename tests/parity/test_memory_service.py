@@ -55,6 +55,9 @@ def test_a_reply_has_its_memory_field(ask):
     assert field["answer"] == "117"
     assert not field["low_confidence"]
     assert field["sentences"][0]["text"].startswith("code of Banak")
+    scores = [s["score"] for s in field["sentences"]]
+    assert scores == sorted(scores, reverse=True)
+    assert scores[0] > 0.9  # all words that name something are in it
     assert ask(mode="quote").mode == "quote"
     unknown = ask("code of Votep").to_dict()
     assert unknown["low_confidence"]
