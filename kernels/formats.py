@@ -103,15 +103,14 @@ def _nvfp4_error(blocks: Tensor, codes: Tensor, scales: Tensor, global_scale: Te
 
 def nearest_e2m1(values: Tensor) -> Tensor:
     """Return the 4-bit codes nearest to fp32 values, ties to even: uint8 in 0..15."""
-    table = torch.tensor(E2M1_VALUES, device=values.device)
-    middles = (table[1:] + table[:-1]) / 2
     magnitude = values.abs()
-    below = torch.bucketize(magnitude, middles, right=False)  # a tie counts as below
-    above = torch.bucketize(magnitude, middles, right=True)
+    # codes count steps of 1/2 up to 2, of 1 up to 4, of 2 above: rounded to even, so are they
     code = torch.where(
-        below % 2 == 0, below, above
-    )  # on a tie below + 1 == above: take the even one
-    return (code | torch.where(values.signbit(), 8, 0)).to(torch.uint8)
+        magnitude < 2,
+        (2 * magnitude).round(),
+        torch.where(magnitude < 4, 2 + magnitude.round(), 4 + (magnitude / 2).round()),
+    )
+    return code.clamp_(max=7).to(torch.uint8) | torch.where(values.signbit(), 8, 0).to(torch.uint8)
 
 
 def fp8_rows_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import torch
 
 from conf.schema import RunConfig, Weights
 from kernels.formats import int8_rows_quantize, nvfp4_quantize
+from runtime import hardware
 from runtime.checkpoint import Checkpoint
 from runtime.engine import load_family
 from runtime.models.dense_weights import (
@@ -94,6 +95,7 @@ def run(ctx: StageContext) -> None:
     units: dict[str, list[tuple[TensorInfo, str]]] = {}
     for unit, source, name, _ in sources(spec):
         units.setdefault(unit, []).append((checkpoint.info(source), name))
+    device = hardware.resolve_device(ctx.cfg.hw.device)
     fd = os.open(ctx.out / LAYERS_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         os.posix_fallocate(fd, 0, len(header) + nbytes)
@@ -101,7 +103,7 @@ def run(ctx: StageContext) -> None:
         for unit in ctx.todo(list(units), "layers"):
             for info, name in units[unit]:
                 wanted = entries(name, info.shape, weights)
-                for part, raw in convert(checkpoint, info, wanted, weights).items():
+                for part, raw in convert(checkpoint, info, wanted, device).items():
                     start, end = places[part]["data_offsets"]
                     assert len(raw) == end - start
                     _write(fd, raw, len(header) + start)
@@ -120,13 +122,16 @@ def _write(fd: int, raw: bytes | bytearray, at: int) -> None:
 
 
 def convert(
-    checkpoint: Checkpoint, info: TensorInfo, wanted: Mapping[str, Entry], weights: Weights
+    checkpoint: Checkpoint, info: TensorInfo, wanted: Mapping[str, Entry], device: torch.device
 ) -> dict[str, bytes | bytearray]:
-    """Return the bytes of the tensors that one becomes.  wanted: as `entries` gives them, in that order."""
+    """Return the bytes of the tensors that one becomes, the same on every device.
+
+    wanted: as `entries` gives them, in that order.
+    """
     names = list(wanted)
     if len(names) == 1:
         return {names[0]: checkpoint.read(info)}
-    matrix = checkpoint.load(info.name)
+    matrix = checkpoint.load(info.name).to(device)
     parts: tuple[torch.Tensor, ...]
     if len(names) == 2:
         rounded = [int8_rows_quantize(rows) for rows in matrix.split(ROWS)]
@@ -137,9 +142,9 @@ def convert(
         codes, scales, global_scale = zip(*rounded4, strict=True)
         parts = torch.cat(codes), torch.cat(scales), global_scale[0].reshape(1)
     for name, part in zip(names, parts, strict=True):
-        assert tuple(part.shape) == wanted[name].shape, f"{weights.value}: {name}"
+        assert tuple(part.shape) == wanted[name].shape, name
     return {
-        name: part.contiguous().view(torch.uint8).numpy().tobytes()
+        name: part.cpu().contiguous().view(torch.uint8).numpy().tobytes()
         for name, part in zip(names, parts, strict=True)
     }
 

@@ -98,7 +98,7 @@ class Memory:
         )
         h = store.header
         self.codec = Codec(h.codec, h.layers, h.kv_heads, h.head_dim)
-        self.cold = ColdBlocks(store, self.codec, int(config.ram_gib * 2**30))
+        self.cold = ColdBlocks(store, self.codec, int(config.ram_gib * 2**30), model.device)
         dim = h.vector_values // len(h.index_layers)
         matrix = projection(model.spec.hidden, dim, h.projection_seed)
         if projection_digest(matrix) != h.projection_digest:
@@ -174,7 +174,7 @@ class Memory:
         keys, values, places = keys[:, skip:], values[:, skip:], places[skip:]
         tail = self.store.tail
         if end > tail_at and tail:
-            k, v = self._from_exact(tail, end - tail_at)
+            k, v = (part.to(keys.device) for part in self._from_exact(tail, end - tail_at))
             keys, values = (
                 torch.cat([keys.to(k.dtype), k], 1),
                 torch.cat([values.to(v.dtype), v], 1),
@@ -182,9 +182,9 @@ class Memory:
         return keys, values, end - keys.shape[1]
 
     def _exact(self, keys: Tensor, values: Tensor) -> bytes:
-        both = torch.stack([keys, values]).contiguous()
-        raw: bytes = both.view(torch.uint8).cpu().numpy().tobytes()
-        return raw
+        # on a GPU no copy of them is made there: its memory is planned to the last buffer
+        parts = (part.cpu().contiguous().view(torch.uint8) for part in (keys, values))
+        return b"".join(part.numpy().tobytes() for part in parts)
 
     def _from_exact(self, raw: bytes, tokens: int) -> tuple[Tensor, Tensor]:
         h = self.store.header
@@ -197,9 +197,9 @@ class Memory:
         state = self.state
         first = max(state.hot_start, state.position - self.config.window)
         sinks = state.num_sinks
-        keys, values = state.hot(first, state.position)
+        keys, values = (part.cpu() for part in state.hot(first, state.position))
         if sinks or first > 0:
-            k, v = (part.clone() for part in state.sink_rows())
+            k, v = (part.cpu() for part in state.sink_rows())
             sinks = k.shape[1]
             keys, values = torch.cat([k, keys], 1), torch.cat([v, values], 1)
         return SNAPSHOT.pack(sinks, first, state.position) + self._exact(keys, values)
@@ -630,6 +630,8 @@ class Memory:
             self.lexical.save()
 
     def close(self) -> None:
+        """Let go of the store and of pinned RAM."""
+        self.cold.close()
         self.store.close()
 
 

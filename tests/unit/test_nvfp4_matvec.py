@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import fp8_matvec, nvfp4_matvec, reference
-from kernels.formats import int8_rows_quantize, nvfp4_quantize
+from kernels.formats import int8_rows_quantize, nearest_e2m1, nvfp4_quantize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -89,6 +89,17 @@ def test_int8_rows_are_the_nearest_steps():
     error = (values.double() * scale.double().unsqueeze(1) - weight).abs()
     assert bool((error <= scale.double().unsqueeze(1) * 0.50001).all())
     assert values[:, :].abs().amax(1).tolist() == [127, 127, 127, 0, 127, 127, 127]
+
+
+def test_codes_are_the_nearest_and_ties_go_to_the_even_one():
+    grid = torch.cat(
+        [torch.arange(-900, 901) / 100, torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])]
+    )
+    found = nearest_e2m1(grid)
+    for value, code in zip(grid.tolist(), found.tolist(), strict=True):
+        distances = [(abs(abs(value) - e), i % 2, i) for i, e in enumerate(E2M1)]
+        assert code & 7 == min(distances)[2], value
+    assert bool(((found & 8) != 0).eq(grid.signbit()).all())
 
 
 def test_of_two_peaks_each_group_takes_the_nearer():
