@@ -391,6 +391,9 @@ class MemoryConfig:
     width: Width = Width.auto
     mode: AnswerMode = AnswerMode.auto
     position: PositionMode = PositionMode.auto
+    near_beyond: int | None = (
+        None  # distance from which position=auto moves what is found near; null: 0.95 of the positions trained on
+    )
     template: Template = Template.auto
     confidence_target: float = 0.05  # share of unanswerable questions that may pass as answered
     calibration: int = 200  # questions that the confidence is fitted to
@@ -670,6 +673,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "memory.block": (8, 4096),
     "memory.index_dim": (8, 4096),
     "memory.remove_pc": (0, 64),
+    "memory.near_beyond": (1, 2**24),
     "memory.gap": (0, 2),
     "memory.min_sentence": (0, 128),
     "memory.confidence_target": (0, 1),

@@ -470,7 +470,10 @@ class Memory:
         scratch.retrieve(keys, values, places)
         self._check_room(len(prompt))
         mode = choose_mode(
-            self.config.position.value, self.model.spec, scratch.largest_distance + len(prompt)
+            self.config.position.value,
+            self.model.spec,
+            scratch.largest_distance + len(prompt),
+            self.config.near_beyond,
         )
         if mode is Mode.near:
             scratch.bring_near()

@@ -24,6 +24,7 @@ from conf.schema import AnswerMode, MemoryConfig, PositionMode, Template
 from runtime.living_kv import confidence as sure
 from runtime.living_kv.identity import new_header
 from runtime.living_kv.memory import Memory
+from runtime.living_kv.positions import Mode, move
 from runtime.living_kv.store import Store
 from runtime.models.dense import DenseModel, open_codec
 from runtime.sampling import SamplingParams
@@ -97,6 +98,22 @@ def first_word(memory: Memory, logits, word: str) -> tuple[bool, float]:
     return text.strip().startswith(word), p
 
 
+def attend_at(memory: Memory, question: str, distance: int) -> torch.Tensor:
+    """Return logits with what is found moved as a whole, to end `distance` tokens before the last ones in sight."""
+    found, store, scratch = memory.find(question), memory.store, memory._start_scratch()
+    assert found is not None
+    lo, hi = (store.sentences[part].astype(int) for part in ("lo", "hi"))
+    keys, values, places = memory.cold.fetch(
+        [(max(lo[i], scratch.num_sinks), min(hi[i], scratch.hot_start)) for i in found.sentences]
+    )
+    step = scratch.hot_start - distance - (int(places[-1]) + 1)
+    keys = move(keys, torch.full((len(places),), step), memory.model.spec.rope_theta)
+    scratch.retrieve(keys, values, places + step)
+    scratch.mode = Mode.absolute
+    hidden = memory.model.run(memory.prompt(question), scratch)
+    return memory.model.logits(hidden[-1:])
+
+
 def tally(row: list[tuple[bool, float]]) -> str:
     """Return how many were right, and the mean probability of their first tokens."""
     return f"{sum(ok for ok, _ in row)}/{len(row)} (p {sum(p for _, p in row) / len(row):.2f})"
@@ -128,6 +145,9 @@ def main() -> None:
     parser.add_argument("--same", action="store_true")
     parser.add_argument("--prefix", default="Reminder: ")
     parser.add_argument("--perplexity", action="store_true", help="of held-out text, and no more")
+    parser.add_argument(
+        "--distances", type=int, nargs="*", default=[], help="also with what is found moved there"
+    )
     parser.add_argument("--full", action="store_true", help="also with every token attended to")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -161,6 +181,11 @@ def main() -> None:
         prompt = memory.prompt(question)
         rows["living"].append(first_word(memory, memory.attend(prompt, found), word))
         rows["nothing retrieved"].append(first_word(memory, memory.attend(prompt, None), word))
+    for distance in args.distances:
+        rows[f"at {distance}"] = [
+            first_word(memory, attend_at(memory, args.prefix + start, distance), word)
+            for start, word in facts
+        ]
     if args.full:
         memory.config.budget = 10**6
         memory._scratch = memory._hot_state(memory.store.commit.tokens)

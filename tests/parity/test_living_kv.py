@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from conf.schema import KvCodec, PositionMode, Template
 from runtime.living_kv.codec import Codec
 from runtime.living_kv.hot import HotState
-from runtime.living_kv.positions import dca_attention, move, near_steps
+from runtime.living_kv.positions import Mode, choose_mode, dca_attention, move, near_steps
 from runtime.living_kv.select import Selection
-from runtime.models.dense_weights import ChunkedPositions
+from runtime.models.dense_weights import ChunkedPositions, DenseSpec
 from runtime.models.rope import rope_tables, rotate
-from tests.dense_models import open_dense
+from tests.dense_models import QWEN25_7B, open_dense
 from tests.living import config, make_snapshot, open_memory, words
 
 QUESTIONS = [
@@ -250,3 +250,18 @@ def test_arena_bytes_are_flat_and_the_store_grows_as_computed(snapshot, tmp_path
     assert at[-1] == memory.store.commit.blocks * -(-record // 4096) * 4096
     assert np.isclose(memory.codec.payload_nbytes(64) / 64, 3 * 2 * (2 * 16 + 2 * 16 / 64 + 2))
     memory.close()
+
+
+def test_auto_positions_follow_the_distance_and_the_model():
+    chunked = DenseSpec.from_config(QWEN25_7B)
+    plain = DenseSpec.from_config(QWEN25_7B | {"dual_chunk_attention_config": None})
+    trained, positions = 262_144, 1_010_000
+    assert choose_mode("auto", chunked, int(0.95 * trained)) is Mode.absolute
+    assert choose_mode("auto", chunked, int(0.95 * trained) + 1) is Mode.dca
+    assert choose_mode("auto", plain, int(0.95 * positions)) is Mode.absolute
+    assert choose_mode("auto", plain, int(0.95 * positions) + 1) is Mode.near
+    assert choose_mode("auto", chunked, 1536, near_beyond=1536) is Mode.absolute
+    assert (
+        choose_mode("auto", chunked, 1537, near_beyond=1536) is Mode.near
+    )  # measured beats stated
+    assert choose_mode("absolute", plain, 10**6, near_beyond=1) is Mode.absolute
