@@ -578,9 +578,12 @@ def _short_file(root: Path, commit: Commit) -> str:
 def _read_header(root: Path) -> Header:
     path = root / HEADER_NAME
     if not path.exists():
+        backup = root.with_name(root.name + ".bak")
         raise StoreNotFoundError(
             f"there is no store at {root}",
-            "check memory.store, or make it with stages=[memory_ingest]",
+            f"a rewrite was stopped between two renames: rename {backup} to {root.name}"
+            if (backup / HEADER_NAME).exists()
+            else "check memory.store, or make it with stages=[memory_ingest]",
         )
     hint = "restore HEADER.json from a copy: it says how the store is read"
     try:
