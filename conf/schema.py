@@ -378,6 +378,9 @@ class MemoryConfig:
     window: int = 4096  # tokens kept hot, exactly
     sinks: int = 4  # first tokens of the timeline, always in sight
     budget: int = 512  # tokens retrieved per question
+    isolate: bool = (
+        False  # true: what is taken in sees no window of the session before (retrieval may cross)
+    )
     recency_tail: int = 64  # last tokens in sight while a question is answered
     chunk: int = 512  # tokens of one forward
     block: int = 64  # tokens of one stored block

@@ -77,6 +77,7 @@ class HotState:
         self.floor: int | None = (
             None  # a query sees hot tokens from here on, however far; None: its window
         )
+        self.border = 0  # nothing taken in sees hot tokens before it, sinks apart
         self._count = 0
         self._first = self._hot_at
         self._visible: Tensor | None = None
@@ -172,6 +173,7 @@ class HotState:
         self._rows = slice(self._first, end)
         self._visible = None
         oldest = self.position - self.window + 1 if self.floor is None else self.floor
+        oldest = max(oldest, self.border)
         if num_tokens == 1 and self.hot_start >= oldest:
             return  # all that is there; a token in the loop need not ask the device
         places = self.places[self._rows]
@@ -180,6 +182,7 @@ class HotState:
             recent = places > (queries - self.window).unsqueeze(1)
         else:
             recent = (places >= self.floor).unsqueeze(0)
+        recent = recent & (places >= self.border)
         kept = places < self.sinks
         kept[: self._hot_at - self._first] = True
         seen &= recent | kept

@@ -282,6 +282,7 @@ class Memory:
         spans = to_token_spans(split_text(text), offsets)
         state = self.state
         self._check_range(state.position + len(ids))
+        state.border = self._border(session) if self.config.isolate else 0
         first = state.position
         means = SentenceMeans(
             self.store.header.index_layers, self._matrix, _owners(spans), len(spans)
@@ -312,6 +313,13 @@ class Memory:
         ]
         update.vectors = means.vectors().tobytes()
         self._commit(update, with_snapshot)
+
+    def _border(self, session: int) -> int:
+        """Return where the present stretch of a session begins: its text goes on from there, or begins here."""
+        others = np.flatnonzero(self.store.sentences["session"] != session)
+        at = int(others[-1]) + 1 if len(others) else 0
+        lows = self.store.sentences["lo"]
+        return int(lows[at]) if at < len(lows) else self.state.position
 
     def _encode_blocks(self, state: HotState, update: Update) -> None:
         """Encode every block whose last token exists."""

@@ -70,6 +70,51 @@ ABSENT_DISTINCT = [
 ]
 
 
+# questions that share no rare word with their fact, in the order of DISTINCT
+PARAPHRASES = [
+    "Beneath which object is the metal opener of the man at the seaside beacon?",
+    "What celestial body gave a skipper's vessel its title?",
+    "Which spice makes the lady's broth special?",
+    "At what hour does the big timepiece on the spire freeze?",
+    "What does the physician's bird utter?",
+    "Which colour did they give the river crossing?",
+    "Where does the aged woman hide her money?",
+    "What was the job of the person who won the board game event?",
+    "With what do the brothers sweeten loaves when it is cold?",
+    "What word opens the house of books?",
+    "What does the boy most like to play music on?",
+    "Which birds frighten the town's leader?",
+]
+
+
+def ask_paraphrases(memory: Memory, facts: list[tuple[str, str]]) -> dict[str, str]:
+    """Return how many are found among eight, by both channels and by vectors alone, and how answers turn out."""
+    places = [_place(memory.store, f"{start} {word}") for start, word in facts]
+    both = dense = right = low = wrong = 0
+    params = SamplingParams(temperature=0, max_tokens=12)
+    for question, (_, word), at in zip(PARAPHRASES, facts, places, strict=True):
+        found = memory.find(question)
+        both += at in found.ranked
+        cosines = memory.index.scores(memory.probe(question))
+        dense += at in cosines.argsort()[::-1][:8]
+        answer = memory.ask(question, params, AnswerMode.auto)
+        is_right = word.casefold() in answer.text.casefold()
+        right += is_right
+        low += answer.verdict.is_low
+        wrong += not is_right and not answer.verdict.is_low
+    return {
+        "recall at 8": f"{both}/12",
+        "by vectors alone": f"{dense}/12",
+        "right": f"{right}/12",
+        "LOW CONFIDENCE": f"{low}/12",
+        "wrong and sure": f"{wrong}/12",
+    }
+
+
+def _place(store: Store, text: str) -> int:
+    return next(i for i in range(len(store.sentences)) if text.encode() in store.text_of(i))
+
+
 def build(codec, tokens: int, is_same: bool) -> tuple[str, list[tuple[str, str]], list[str]]:
     """Return the text with its facts, the (beginning, word) pairs, and beginnings of facts that are not there."""
     if is_same:
@@ -145,6 +190,7 @@ def main() -> None:
     parser.add_argument("--same", action="store_true")
     parser.add_argument("--prefix", default="Reminder: ")
     parser.add_argument("--perplexity", action="store_true", help="of held-out text, and no more")
+    parser.add_argument("--paraphrases", action="store_true", help="also asked in other words")
     parser.add_argument(
         "--distances", type=int, nargs="*", default=[], help="also with what is found moved there"
     )
@@ -173,9 +219,7 @@ def main() -> None:
     for start, word in facts:
         question = args.prefix + start
         found = memory.find(question)
-        at = next(
-            i for i in range(len(store.sentences)) if f"{start} {word}".encode() in store.text_of(i)
-        )
+        at = _place(store, f"{start} {word}")
         ranks.append(found.ranked.index(at) + 1 if at in found.ranked else 0)
         flagged += sure.judge(found, estimator).is_low
         prompt = memory.prompt(question)
@@ -205,6 +249,7 @@ def main() -> None:
         "rank 1": f"{sum(r == 1 for r in ranks)}/{len(ranks)}",
         "present flagged": f"{flagged}/{len(facts)}", "absent passed": f"{passed}/{len(absent)}",
         "held-out false, missed": [estimator.held_out_false, estimator.held_out_missed] if estimator else None,
+        "paraphrases": ask_paraphrases(memory, facts) if args.paraphrases else None,
         "verify": [str(p) for p in store.verify()],
     }  # fmt: skip
     print(json.dumps(out))

@@ -265,3 +265,26 @@ def test_auto_positions_follow_the_distance_and_the_model():
         choose_mode("auto", chunked, 1537, near_beyond=1536) is Mode.near
     )  # measured beats stated
     assert choose_mode("absolute", plain, 10**6, near_beyond=1) is Mode.absolute
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_an_isolated_session_does_not_see_the_one_before(snapshot, tmp_path, isolate):
+    """The same text behind two sessions that differ beyond the sinks: its keys and values are the same."""
+    found = []
+    for i, word in enumerate(("w010", "w020")):
+        first = "w001 w002 w003 w004 " + " ".join([word] * 50)
+        settings = config(codec=KvCodec.fp32, isolate=isolate, window=256)
+        memory = open_memory(snapshot, tmp_path / str(i), settings)
+        memory.ingest(f"{first}.".encode(), "first")
+        begin = memory.store.commit.tokens
+        memory.ingest(words(100).encode(), "second")
+        memory.ingest(words(80, seed=1).encode(), "second again")
+        memory.close()
+        memory = open_memory(snapshot, tmp_path / str(i), settings)
+        end = memory.store.commit.tokens
+        keys, values = memory.state.hot(begin, end)
+        found.append((begin, end, keys.clone(), values.clone()))
+        memory.close()
+    assert found[0][:2] == found[1][:2]
+    same = torch.equal(found[0][2], found[1][2]) and torch.equal(found[0][3], found[1][3])
+    assert same == isolate
