@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from runtime.budget import plan_vram
 from runtime.checkpoint import Checkpoint, CheckpointError
 from runtime.engine import Engine
 from runtime.errors import UserError
+from runtime.living_kv.identity import model_identity
 from runtime.models import dense
 from runtime.models.dense_weights import LAYERS_NAME, DenseSpec, LayerLayout, entries
 from runtime.sampling import SamplingParams
@@ -170,13 +172,26 @@ def test_a_stopped_quantize_goes_on_and_ends_the_same(released, make_config, tmp
 
 def test_the_plan_counts_what_is_kept(released, make_config, tmp_path):
     _, folder = released
-    need = {}
+    need, identities = {}, set()
     for weights in Weights:
         config, files = made(make_config, folder, tmp_path / weights.value, weights)
         engine = Engine.open(config, files)
         need[weights] = engine.plan.record_nbytes
+        identities.add(model_identity(engine.model)["weights"])
         engine.close()
+        layout = dense.expert_layout(dense.read_spec(files.snapshot), files)
+        sizes = dense.model_sizes(
+            dense.read_spec(files.snapshot), files, layout, config, torch.float32
+        )
+        planned = dense.planned_sizes(
+            dense.read_spec(files.snapshot), config, torch.float32, has_gpu=False
+        )
+        assert (
+            abs(planned.record_nbytes - sizes.record_nbytes) <= 2 * 4096 * 4
+        )  # pages between shards
+        assert replace(planned, record_nbytes=sizes.record_nbytes) == sizes
     spec = DenseSpec.from_config(json.loads((folder / "config.json").read_text()))
+    assert len(identities) == 3  # keys and values of one form are refused by another
     matrices = sum(s[0] * s[1] for s in spec.layer_shapes().values() if len(s) == 2)
     assert need[Weights.stored] >= 2 * matrices
     assert matrices <= need[Weights.int8_rows] <= 1.1 * matrices + 2 * 4096
