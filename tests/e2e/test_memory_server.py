@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "tests" / "data" / "recall_model"
 TEXT = "code of Banak 117 .\nthe river runs past old mill and quiet boat waits .\ncode of Lurim 203 .\n"
 SETTINGS = config(template=Template.none, position=PositionMode.near, fuse=Fuse.lex)
+WAIT_S = 120  # at most, on a machine that is busy
 LIMIT = {"max_tokens": 1, "temperature": 0}
 
 
@@ -213,7 +214,7 @@ def test_a_client_that_goes_away_ends_the_answer_from_memory(server, monkeypatch
     def slow(self, tokens, state, after_layer):
         def wait():
             started.set()
-            assert is_gone.wait(20)
+            assert is_gone.wait(WAIT_S)
             after_layer()
 
         return run(self, tokens, state, wait)
@@ -226,12 +227,13 @@ def test_a_client_that_goes_away_ends_the_answer_from_memory(server, monkeypatch
     with httpx.stream(
         "POST", f"{server.url}/v1/chat/completions", json={**body, "stream": True}
     ) as response:
-        next(response.iter_raw())
-        assert started.wait(20)
+        frames = response.iter_raw()  # held: one that is let go of closes the connection
+        next(frames)
+        assert started.wait(WAIT_S)
         job = server.worker._queue.running
-    wait_for(job.is_cancelled.is_set)
+    wait_for(job.is_cancelled.is_set, WAIT_S)
     is_gone.set()
-    wait_for(lambda: server.worker.status()["queue"]["running"] is None)
+    wait_for(lambda: server.worker.status()["queue"]["running"] is None, WAIT_S)
     monkeypatch.undo()
     assert not job.count
     assert ask(server).json()["choices"][0]["message"]["content"] == "117"
