@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = (
-    "synthetic", "download", "patch", "repack", "checksums", "spot_check", "residents", "verify", "bench",
-    "simulate", "chat", "serve", "plan", "doctor",
+    "synthetic", "download", "patch", "repack", "checksums", "spot_check", "residents", "quantize", "verify",
+    "bench", "simulate", "chat", "serve", "plan", "doctor",
     "memory_ingest", "memory_ask", "memory_chat", "memory_list", "memory_stats", "memory_quote", "memory_verify",
     "memory_migrate", "memory_prune",
     "advise", "advise_check", "advise_serve",
@@ -28,8 +28,10 @@ STAGES = (
 NOT_FOR_FAMILY = {
     "qwen": {
         "checksums": "repack records them, in the pack",
+        "quantize": "its experts are quantised as released",
     },
     "deepseek": {
+        "quantize": "its weights are quantised as released",
         "repack": "its experts are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",
     },
@@ -37,7 +39,6 @@ NOT_FOR_FAMILY = {
         "repack": "its layers are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",
         "verify": "no references of it are recorded yet",
-        "synthetic": "random bytes of it are not made yet",
     },
 }
 
@@ -80,6 +81,16 @@ class Deltanet(Enum):
     fp8_rows = (
         "fp8_rows"  # E4M3 with one scale per row: half the bytes, 2.6 % error on Gaussian rows
     )
+
+
+class Weights(Enum):
+    """How the matrices of a dense model's layers are kept."""
+
+    stored = "stored"  # as released
+    int8_rows = (
+        "int8_rows"  # int8 with one scale per row: 8 bits a weight, 0.9 % error on Gaussian rows
+    )
+    nvfp4 = "nvfp4"  # E2M1 with an E4M3 scale for each 16: 4.5 bits a weight, 8.7 % error; the head as int8_rows
 
 
 class Arithmetic(Enum):
@@ -132,7 +143,9 @@ class SyntheticConfig:
         None  # per layer; null: as many as disk_gib allows, at most the released number
     )
     layers: int | None = None  # null: as released
-    disk_gib: float = 60.0  # for all that the set-up makes of it: checkpoint, pack, residents
+    disk_gib: float = (
+        60.0  # for all that the set-up makes of it: checkpoint, pack, residents, a quantised copy
+    )
     ngram_rows: int = 2**20  # of each n-gram table, about; released: 320 million, 2 x 384 million
     skew: float = (
         0.5  # of the routing: standard deviation of the log of the router's row norms; 0 is even
@@ -163,8 +176,14 @@ class ModelConfig:
     context_tokens: int = 4096  # window; memory for keys and values grows with it
     prefill_tokens: int = 512  # a prompt goes through the layers in pieces of this many tokens
     deltanet: Deltanet = Deltanet.bf16
+    weights: Weights = Weights.stored  # of dense models; written once by stages=[quantize]
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    @property
+    def makers(self) -> tuple[str, ...]:
+        """The stages that make what an engine opens: `setup`, and `quantize` where weights are not as released."""
+        return (*self.setup, *(() if self.weights is Weights.stored else ("quantize",)))
 
 
 @dataclass
@@ -389,6 +408,9 @@ class MemoryConfig:
     window: int = 4096  # tokens kept hot, exactly
     sinks: int = 4  # first tokens of the timeline, always in sight
     budget: int = 512  # tokens retrieved per question
+    isolate: bool = (
+        False  # true: what is taken in sees no window of the session before (retrieval may cross)
+    )
     recency_tail: int = 64  # last tokens in sight while a question is answered
     chunk: int = 512  # tokens of one forward
     block: int = 64  # tokens of one stored block
@@ -402,6 +424,9 @@ class MemoryConfig:
     width: Width = Width.auto
     mode: AnswerMode = AnswerMode.auto
     position: PositionMode = PositionMode.auto
+    near_beyond: int | None = (
+        None  # distance from which position=auto moves what is found near; null: 0.95 of the positions trained on
+    )
     template: Template = Template.auto
     confidence_target: float = 0.05  # share of unanswerable questions that may pass as answered
     calibration: int = 200  # questions that the confidence is fitted to
@@ -617,7 +642,7 @@ class RunConfig:
     def engine_stages(self) -> tuple[str, ...]:
         """Stages that make what an engine opens; checksums where they are compared and no pack has its own."""
         needs_checksums = self.cache.verify and "repack" not in self.model.setup
-        return (*self.model.setup, *(["checksums"] if needs_checksums else []))
+        return (*self.model.makers, *(["checksums"] if needs_checksums else []))
 
     @property
     def is_forced(self) -> bool:
@@ -696,6 +721,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "memory.block": (8, 4096),
     "memory.index_dim": (8, 4096),
     "memory.remove_pc": (0, 64),
+    "memory.near_beyond": (1, 2**24),
     "memory.gap": (0, 2),
     "memory.min_sentence": (0, 128),
     "memory.confidence_target": (0, 1),
@@ -769,6 +795,7 @@ def load(cfg: DictConfig) -> RunConfig:
         _family_faults,
         _drafts_faults,
         _batch_faults,
+        _weight_faults,
         _memory_faults,
         _stage_faults,
     )
@@ -887,6 +914,19 @@ def _family_faults(run: RunConfig) -> Iterable[str]:
         yield "deepseek.replay=bounded is of deepseek.arithmetic=native: leave out one of the two"
     if run.drafts.enabled:
         yield "drafts are of deepseek.arithmetic=native: leave out drafts.enabled, or set that"
+
+
+def _weight_faults(run: RunConfig) -> Iterable[str]:
+    is_dense, is_stored = run.model.family == "dense", run.model.weights is Weights.stored
+    if not is_stored and not is_dense:
+        yield (
+            f"model.weights={run.model.weights.value} is of dense models, model={run.model.name} is of the family "
+            f"{run.model.family}: leave it out"
+        )
+    if not is_stored and run.cache.verify:
+        yield "cache.verify compares layers as they are released: leave it out, or leave out model.weights"
+    if is_stored and is_dense and "quantize" in run.stages:
+        yield "stages=[quantize] needs a format: add model.weights=int8_rows or model.weights=nvfp4"
 
 
 def _stage_faults(run: RunConfig) -> Iterable[str]:

@@ -28,13 +28,21 @@ def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, row_scale: Tensor | None = None) -> Tensor:
-    """Return x W^T, or (x Q^T) * row_scale for a weight kept as FP8 rows: accumulate first, scale once.
+    """Return x W^T, or (x Q^T) * row_scale for a weight kept as 8-bit rows: accumulate first, scale once.
 
-    x: [T, K].  weight: [N, K] in x's dtype or float8_e4m3fn.  row_scale: [N] fp32, only with float8.
+    x: [T, K].  weight: [N, K] in x's dtype, or float8_e4m3fn or int8.  row_scale: [N] fp32, only with these.
     """
     if row_scale is None:
         return F.linear(x, weight)
     return (F.linear(x.float(), weight.float()) * row_scale).to(x.dtype)
+
+
+def nvfp4_linear(x: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:
+    """Return x W^T for an NVFP4 matrix: accumulate in fp32, apply the global scale once.
+
+    x: [T, K].  codes: [N, K/2] uint8.  scales: [N, K/16] float8_e4m3fn.  global_scale: [1] fp32.  [T, N] in x's dtype.
+    """
+    return (F.linear(x.float(), nvfp4_values(codes, scales)) * global_scale).to(x.dtype)
 
 
 def linear_pair(

@@ -33,6 +33,7 @@ from runtime.drafts.passes import Drafting
 from runtime.errors import ContextLengthError, UserError
 from runtime.experts.checks import Checksums
 from runtime.experts.copies import CudaCopier
+from runtime.experts.layer_slots import LayerSlots
 from runtime.experts.layout import ExpertKey, ExpertLayout
 from runtime.experts.policies import CACHES
 from runtime.experts.reader import DirectReader
@@ -99,6 +100,7 @@ class EngineFiles:
     residents: Path | None = None  # of families whose other weights are written anew
     published: Path | None = None  # a release's own code, patched
     checksums: Path | None = None  # of experts that lie inside released files; a pack has its own
+    layers: Path | None = None  # of dense models: a quantised copy of their layers and head
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,9 @@ def _plan_vram(
     limit = vram_limit(config.hw.vram_gib, total, free, config.hw.vram_reserve_gib)
     copies, tokens = config.prefetch.copy, config.model.prefill_tokens
     tokens = min(tokens, config.model.context_tokens)
-    passing = passing_slots(copies, sizes.record_nbytes, 0 if reads_in_place else sizes.top_k)
+    passing = sizes.passing_slots
+    if passing is None:
+        passing = passing_slots(copies, sizes.record_nbytes, 0 if reads_in_place else sizes.top_k)
     plan = plan_vram(sizes, limit, tokens, passing, config.cache.vram_gib)
     if config.hw.vram_gib is not None:
         torch.cuda.set_per_process_memory_fraction(limit / total)
@@ -145,7 +149,7 @@ class Engine:
         cpus: frozenset[int] | None,
         device: torch.device,
         is_direct: bool,
-        experts: ExpertStreamer | SlotExperts | ResidentExperts,
+        experts: ExpertStreamer | SlotExperts | LayerSlots | ResidentExperts,
         top_k: int,
         shared: SharedReads | None = None,
     ) -> None:
@@ -237,7 +241,7 @@ class Engine:
         vram_plan = _plan_vram(config, sizes, device, family.READS_IN_PLACE) if has_gpu else None
         checksums = Checksums.open(layout, files.checksums) if config.cache.verify else None
         reader = DirectReader(layout.files, config.hw.drive)
-        experts: ExpertStreamer | SlotExperts | ResidentExperts
+        experts: ExpertStreamer | SlotExperts | LayerSlots | ResidentExperts
         if is_resident:
             experts = ResidentExperts(layout, reader)
         else:
@@ -264,10 +268,13 @@ class Engine:
                         sweep_rows=experts.max_hold,
                     )
                 copier = CudaCopier(vram_plan.slots, experts.record_nbytes, device)
-                copies = config.prefetch.copy
-                experts = SlotExperts(
-                    experts, copier, spec.num_layers, sizes.top_k, copies, family.READS_IN_PLACE
-                )
+                if family.IS_DENSE:
+                    experts = LayerSlots(experts, copier, spec.num_experts, vram_plan.passing_slots)
+                else:
+                    copies = config.prefetch.copy
+                    experts = SlotExperts(
+                        experts, copier, spec.num_layers, sizes.top_k, copies, family.READS_IN_PLACE
+                    )
             shared = share(experts) if config.serve.max_batch > 1 else None
             source = shared or experts
             model = family.open_model(spec, files, layout, source, config, device, dtype)

@@ -38,7 +38,7 @@ def uses_published_code(cfg: RunConfig) -> bool:
 
 def engine_files(inputs: Mapping[str, Output]) -> EngineFiles:
     """Return the folders that `Engine.open` needs."""
-    made = (inputs.get(name) for name in ("repack", "residents", "patch", "checksums"))
+    made = (inputs.get(name) for name in ("repack", "residents", "patch", "checksums", "quantize"))
     roots = [None if output is None else output.root for output in made]
     return EngineFiles(snapshot_of(inputs["download"]), *roots)
 

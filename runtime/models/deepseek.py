@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 
 # experts in RAM are copied to VRAM first: 51 GB/s on an H200, where reading them off any alignment gives 29
 READS_IN_PLACE = False
+IS_DENSE = False
 
 
 def read_spec(snapshot: Path) -> DeepseekSpec:

@@ -1,7 +1,8 @@
 """Dense checkpoints in the Hugging Face layout: their configuration, their tensors by name, one record a layer.
 
 Knows Llama, Mistral, Qwen2 and Qwen3 with full attention. Every tensor is a resident, a part of a layer, or left out
-for a stated reason; one that is none of these is refused.
+for a stated reason; one that is none of these is refused. A quantised copy of a checkpoint has the same names, and a
+matrix's scales beside it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from conf.schema import Weights
+from kernels.formats import NVFP4_GROUP
 from runtime.checkpoint import Checkpoint, CheckpointError
 from runtime.errors import UserError
 from runtime.experts.layout import ExpertKey, Span
@@ -20,6 +23,7 @@ from runtime.experts.tensor_runs import Part, lay_out
 FLOATS = ("BF16", "F16", "F32")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+LAYERS_NAME = "model.safetensors"  # of a quantised copy: its layers, and the head
 _LEFT_OUT = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # computed here
 
 
@@ -160,6 +164,55 @@ class DenseSpec:
         return shapes
 
 
+class Entry(NamedTuple):
+    """A tensor as a file must have it."""
+
+    dtypes: tuple[str, ...]  # any of them
+    shape: tuple[int, ...]
+
+
+def entries(name: str, shape: tuple[int, ...], weights: Weights) -> dict[str, Entry]:
+    """Return the tensors that one tensor of a release becomes: itself, or codes and scales of a matrix [N, K].
+
+    Raises UserError for a matrix that the format cannot hold.
+    """
+    if weights is Weights.stored or len(shape) == 1:
+        return {name: Entry(FLOATS, shape)}
+    rows, columns = shape
+    if weights is Weights.int8_rows or name == HEAD:
+        return {name: Entry(("I8",), shape), f"{name}_scale": Entry(("F32",), (rows,))}
+    if columns % NVFP4_GROUP:
+        raise UserError(
+            f"{name} has rows of {columns} numbers, NVFP4 needs a multiple of {NVFP4_GROUP}",
+            "set model.weights=int8_rows",
+        )
+    return {
+        name: Entry(("U8",), (rows, columns // 2)),
+        f"{name}_scale": Entry(("F8_E4M3",), (rows, columns // NVFP4_GROUP)),
+        f"{name}_global": Entry(("F32",), (1,)),
+    }
+
+
+def layer_entries(spec: DenseSpec, weights: Weights) -> dict[str, Entry]:
+    """Return name within a layer -> what its file must have, in the order of use."""
+    return {
+        part: entry
+        for name, shape in spec.layer_shapes().items()
+        for part, entry in entries(name, shape, weights).items()
+    }
+
+
+def head_entries(spec: DenseSpec, weights: Weights) -> dict[str, Entry]:
+    """Return what a quantised copy holds beside its layers: the head. A tied head has a copy of its own there."""
+    return entries(HEAD, (spec.vocab_size, spec.hidden), weights)
+
+
+def format_of(checkpoint: Checkpoint) -> Weights:
+    """Return how a file keeps its matrices, by the first of them."""
+    info = checkpoint.info("model.layers.0.self_attn.q_proj.weight")
+    return {"I8": Weights.int8_rows, "U8": Weights.nvfp4}.get(info.dtype, Weights.stored)
+
+
 def _unsupported(key: str, found: Any, wanted: Any) -> UserError:
     return UserError(
         f"config.json has {key}={found!r}, this engine's dense family supports {wanted!r}",
@@ -178,12 +231,13 @@ class LayerLayout:
     def __init__(self, checkpoint: Checkpoint, spec: DenseSpec) -> None:
         """Find all tensors, checked for dtype and shape. Raises CheckpointError for one missing or not expected."""
         self.num_experts = spec.depth
-        shapes = spec.layer_shapes()
+        self.weights = format_of(checkpoint)
+        wanted = layer_entries(spec, self.weights)
         layers = [
-            [checkpoint.info(f"model.layers.{i}.{n}", FLOATS, s) for n, s in shapes.items()]
+            [checkpoint.info(f"model.layers.{i}.{n}", *entry) for n, entry in wanted.items()]
             for i in range(spec.depth)
         ]
-        _account(checkpoint, spec, {info.name for layer in layers for info in layer})
+        _account(checkpoint, spec, self.weights, {info.name for layer in layers for info in layer})
         self._files = tuple(sorted({info.extent.file for layer in layers for info in layer}))
         index = {file: i for i, file in enumerate(self._files)}
         self._spans: list[tuple[Span, ...]] = []
@@ -207,8 +261,10 @@ class LayerLayout:
         return self._parts[layer]
 
 
-def _account(checkpoint: Checkpoint, spec: DenseSpec, in_layers: set[str]) -> None:
-    known = in_layers | spec.resident_shapes().keys() | ({HEAD} if spec.is_tied else set())
+def _account(
+    checkpoint: Checkpoint, spec: DenseSpec, weights: Weights, in_layers: set[str]
+) -> None:
+    known = in_layers | spec.resident_shapes().keys() | head_entries(spec, weights).keys()
     odd = [n for n in checkpoint.tensors if n not in known and not _LEFT_OUT.fullmatch(n)]
     if odd:
         raise CheckpointError(

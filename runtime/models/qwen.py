@@ -59,6 +59,7 @@ WORKSPACE_NBYTES = (64 + 96) * 2**20
 
 # a GPU reads experts in RAM where they are: 2.8 MB each, copies would cost the host's time
 READS_IN_PLACE = True
+IS_DENSE = False
 
 
 def read_spec(snapshot: Path) -> QwenSpec:

@@ -181,7 +181,13 @@ class StubAttempt:
 class StubServer:
     """A server in threads of this process, and clients of it."""
 
-    def __init__(self, engine: StubEngine, key: str | None = None, **serve: Any) -> None:
+    def __init__(
+        self,
+        engine: StubEngine,
+        key: str | None = None,
+        open_memory: Any = None,
+        **serve: Any,
+    ) -> None:
         self.engine = engine
         config = ServeConfig(**{"keep_alive_s": 10.0, **serve})
         served = Served("stub", "revision-1", engine.codec, engine.context_tokens, "0.1", None)
@@ -200,6 +206,7 @@ class StubServer:
             config.queue,
             self.lost.set,
             config.max_batch,
+            open_memory,
         )
         app = create_app(self.worker, config, key)
         settings = uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=2)
