@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = (
-    "synthetic", "download", "patch", "mirror", "repack", "checksums", "spot_check", "residents", "verify", "bench",
-    "simulate", "chat", "serve", "plan", "doctor",
+    "synthetic", "download", "patch", "mirror", "repack", "checksums", "spot_check", "residents", "quantize", "verify",
+    "bench", "simulate", "chat", "serve", "plan", "doctor",
     "memory_ingest", "memory_ask", "memory_chat", "memory_list", "memory_stats", "memory_quote", "memory_verify",
     "memory_migrate", "memory_prune",
     "advise", "advise_check", "advise_serve",
@@ -29,8 +29,10 @@ NOT_FOR_FAMILY = {
     "qwen": {
         "mirror": "repack writes its experts to every drive of hw.drives",
         "checksums": "repack records them, in the pack",
+        "quantize": "its experts are quantised as released",
     },
     "deepseek": {
+        "quantize": "its weights are quantised as released",
         "repack": "its experts are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",
     },
@@ -38,7 +40,6 @@ NOT_FOR_FAMILY = {
         "repack": "its layers are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",
         "verify": "no references of it are recorded yet",
-        "synthetic": "random bytes of it are not made yet",
     },
 }
 
@@ -93,6 +94,16 @@ class Deltanet(Enum):
     )
 
 
+class Weights(Enum):
+    """How the matrices of a dense model's layers are kept."""
+
+    stored = "stored"  # as released
+    int8_rows = (
+        "int8_rows"  # int8 with one scale per row: 8 bits a weight, 0.9 % error on Gaussian rows
+    )
+    nvfp4 = "nvfp4"  # E2M1 with an E4M3 scale for each 16: 4.5 bits a weight, 8.7 % error; the head as int8_rows
+
+
 class Arithmetic(Enum):
     """Who computes a DeepSeek model."""
 
@@ -107,6 +118,14 @@ class Kernels(Enum):
     auto = "auto"  # tilelang on a GPU where a version that is not refused is installed, else ours
     tilelang = "tilelang"  # the release's
     ours = "ours"  # this project's: Triton on a GPU, plain torch on a CPU
+
+
+class DraftSource(Enum):
+    """Who guesses the next tokens."""
+
+    auto = "auto"  # the checkpoint's draft heads where it has them, else look-up
+    heads = "heads"  # the checkpoint's draft heads
+    lookup = "lookup"  # what followed the conversation's last tokens when they stood there before; any model
 
 
 class Replay(Enum):
@@ -135,7 +154,9 @@ class SyntheticConfig:
         None  # per layer; null: as many as disk_gib allows, at most the released number
     )
     layers: int | None = None  # null: as released
-    disk_gib: float = 60.0  # for all that the set-up makes of it: checkpoint, pack, residents
+    disk_gib: float = (
+        60.0  # for all that the set-up makes of it: checkpoint, pack, residents, a quantised copy
+    )
     ngram_rows: int = 2**20  # of each n-gram table, about; released: 320 million, 2 x 384 million
     skew: float = (
         0.5  # of the routing: standard deviation of the log of the router's row norms; 0 is even
@@ -166,8 +187,14 @@ class ModelConfig:
     context_tokens: int = 4096  # window; memory for keys and values grows with it
     prefill_tokens: int = 512  # a prompt goes through the layers in pieces of this many tokens
     deltanet: Deltanet = Deltanet.bf16
+    weights: Weights = Weights.stored  # of dense models; written once by stages=[quantize]
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    @property
+    def makers(self) -> tuple[str, ...]:
+        """The stages that make what an engine opens: `setup`, and `quantize` where weights are not as released."""
+        return (*self.setup, *(() if self.weights is Weights.stored else ("quantize",)))
 
 
 @dataclass
@@ -277,11 +304,19 @@ class PrefetchConfig:
 
 @dataclass
 class DraftsConfig:
-    """Greedy decoding with the model's own draft heads, for families that have them: the same tokens."""
+    """Decoding with guesses that a pass of the model checks, greedy and sampled: the same tokens."""
 
     enabled: bool = False
-    depth: int | None = None  # guesses per pass; null: as many as the heads give
-    ram_gib: float = 0.0  # of their experts kept in RAM; 0: only those of the layer in use
+    source: DraftSource = DraftSource.auto
+    depth: int | None = (
+        None  # guesses per pass at most; null: as many as the heads give, 4 of a look-up
+    )
+    gate: bool = (
+        True  # learn which depth is fastest, 0 (off) among them; false: always drafts.depth
+    )
+    # tokens of the conversation's ending that are looked for in it, the largest number first
+    ngrams: list[int] = field(default_factory=lambda: [4, 3, 2])
+    ram_gib: float = 0.0  # of the heads' experts kept in RAM; 0: only those of the layer in use
 
 
 @dataclass
@@ -398,6 +433,9 @@ class MemoryConfig:
     window: int = 4096  # tokens kept hot, exactly
     sinks: int = 4  # first tokens of the timeline, always in sight
     budget: int = 512  # tokens retrieved per question
+    isolate: bool = (
+        False  # true: what is taken in sees no window of the session before (retrieval may cross)
+    )
     recency_tail: int = 64  # last tokens in sight while a question is answered
     chunk: int = 512  # tokens of one forward
     block: int = 64  # tokens of one stored block
@@ -411,6 +449,9 @@ class MemoryConfig:
     width: Width = Width.auto
     mode: AnswerMode = AnswerMode.auto
     position: PositionMode = PositionMode.auto
+    near_beyond: int | None = (
+        None  # distance from which position=auto moves what is found near; null: 0.95 of the positions trained on
+    )
     template: Template = Template.auto
     confidence_target: float = 0.05  # share of unanswerable questions that may pass as answered
     calibration: int = 200  # questions that the confidence is fitted to
@@ -628,7 +669,7 @@ class RunConfig:
 
         Where experts are read in released shards: `mirror` with several drives, `checksums` with cache.verify.
         """
-        names = list(self.model.setup)
+        names = list(self.model.makers)
         if "repack" in names:
             return tuple(names)
         if self.hw.drives:
@@ -712,6 +753,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "memory.block": (8, 4096),
     "memory.index_dim": (8, 4096),
     "memory.remove_pc": (0, 64),
+    "memory.near_beyond": (1, 2**24),
     "memory.gap": (0, 2),
     "memory.min_sentence": (0, 128),
     "memory.confidence_target": (0, 1),
@@ -784,7 +826,9 @@ def load(cfg: DictConfig) -> RunConfig:
         _range_faults,
         _drives_faults,
         _family_faults,
+        _drafts_faults,
         _batch_faults,
+        _weight_faults,
         _memory_faults,
         _stage_faults,
     )
@@ -851,6 +895,11 @@ def _drives_faults(run: RunConfig) -> Iterable[str]:
             f"hw.spread={run.hw.spread.value} packs experts anew, and model={run.model.name} reads them in the "
             "released shards: set hw.spread=mirror"
         )
+    if drives and run.model.weights is not Weights.stored:
+        yield (
+            f"hw.drives has copies of released shards, not of model.weights={run.model.weights.value}: leave one of "
+            "them out"
+        )
     limits = {"rate_gib_s": 1e6, "share": 1e6, "limit_gib": 2.0**20, "simulate_gib_s": 1000.0}
     for i, drive in enumerate(drives):
         for key, most in limits.items():
@@ -894,6 +943,19 @@ def _memory_faults(run: RunConfig) -> Iterable[str]:
         yield "stages=[memory_prune] needs what goes: memory.keep=N, memory.before=2026-01-31 or memory.sentences=[1,2]"
 
 
+def _drafts_faults(run: RunConfig) -> Iterable[str]:
+    drafts = run.drafts
+    if not drafts.ngrams or not all(1 <= length <= 64 for length in drafts.ngrams):
+        yield f"drafts.ngrams are numbers of tokens, 1 to 64 each, at least one, got {drafts.ngrams}"
+    if not drafts.enabled:
+        return
+    if run.record:
+        yield "record=true writes what single tokens ask for: leave out drafts.enabled, or record"
+    plain = [name for name in run.stages if name.startswith("memory_") or name == "simulate"]
+    if plain:
+        yield f"stages=[{plain[0]}] knows no drafts: leave out drafts.enabled"
+
+
 def _batch_faults(run: RunConfig) -> Iterable[str]:
     if run.serve.max_batch == 1:
         return
@@ -915,6 +977,19 @@ def _family_faults(run: RunConfig) -> Iterable[str]:
         yield "deepseek.replay=bounded is of deepseek.arithmetic=native: leave out one of the two"
     if run.drafts.enabled:
         yield "drafts are of deepseek.arithmetic=native: leave out drafts.enabled, or set that"
+
+
+def _weight_faults(run: RunConfig) -> Iterable[str]:
+    is_dense, is_stored = run.model.family == "dense", run.model.weights is Weights.stored
+    if not is_stored and not is_dense:
+        yield (
+            f"model.weights={run.model.weights.value} is of dense models, model={run.model.name} is of the family "
+            f"{run.model.family}: leave it out"
+        )
+    if not is_stored and run.cache.verify:
+        yield "cache.verify compares layers as they are released: leave it out, or leave out model.weights"
+    if is_stored and is_dense and "quantize" in run.stages:
+        yield "stages=[quantize] needs a format: add model.weights=int8_rows or model.weights=nvfp4"
 
 
 def _stage_faults(run: RunConfig) -> Iterable[str]:

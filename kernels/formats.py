@@ -1,6 +1,6 @@
-"""Number formats <-> bytes, in plain torch: NVFP4 blocks and FP8 rows. Knows no file and no model.
+"""Number formats <-> bytes, in plain torch: NVFP4 blocks, FP8 and int8 rows. Knows no file and no model.
 
-A format's decode is its definition; its encode is for tests, for resident FP8 rows and for synthetic weights.
+A format's decode is its definition; its encode is for tests, resident rows, dense layers and synthetic weights.
 """
 
 from __future__ import annotations
@@ -52,42 +52,65 @@ def nvfp4_dequantize(codes: Tensor, scales: Tensor, global_scale: Tensor | float
     return nvfp4_values(codes, scales) * global_scale
 
 
-def nvfp4_quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def nvfp4_quantize(
+    weight: Tensor, amax: Tensor | None = None, peaks: tuple[float, ...] = (E2M1_MAX,)
+) -> tuple[Tensor, Tensor, Tensor]:
     """Round [N, K] weights to NVFP4: (codes [N, K/2] uint8, scales [N, K/16] float8_e4m3fn, global scale fp32 scalar).
 
-    The global scale is amax / (6 * 448); ties go to the code with the even last bit.
+    The global scale is amax / (6 * 448); ties go to the code with the even last bit.  amax: scalar fp32, the largest
+    magnitude of a matrix of which these are some rows; None: of these.  peaks: E2M1 values that a group's largest
+    magnitude may become; of several the one with the smallest squared error, the first of equal ones.
     """
     weight = weight.float()
     rows, columns = weight.shape
     if columns % NVFP4_GROUP:
         raise ValueError(f"NVFP4 needs a multiple of {NVFP4_GROUP} columns, got {columns}")
-    amax = weight.abs().amax()
+    if amax is None:
+        amax = weight.abs().amax()
     global_scale = torch.where(amax > 0, amax / (E2M1_MAX * E4M3_MAX), torch.ones_like(amax))
     blocks = weight.view(rows, columns // NVFP4_GROUP, NVFP4_GROUP)
+    codes, scales = _nvfp4_blocks(blocks, global_scale, peaks[0])
+    for peak in peaks[1:]:
+        other, other_scales = _nvfp4_blocks(blocks, global_scale, peak)
+        is_better = _nvfp4_error(blocks, other, other_scales, global_scale) < _nvfp4_error(
+            blocks, codes, scales, global_scale
+        )
+        codes = torch.where(is_better.unsqueeze(-1), other, codes)
+        chosen = torch.where(is_better, other_scales.view(torch.uint8), scales.view(torch.uint8))
+        scales = chosen.view(torch.float8_e4m3fn)
+    codes = codes.reshape(rows, columns)
+    return codes[:, 0::2] | (codes[:, 1::2] << 4), scales, global_scale
+
+
+def _nvfp4_blocks(blocks: Tensor, global_scale: Tensor, peak: float) -> tuple[Tensor, Tensor]:
+    """blocks: [N, G, 16].  Returns codes [N, G, 16] uint8 and scales [N, G] that make each group's largest `peak`."""
     scales = (
-        (blocks.abs().amax(-1) / E2M1_MAX / global_scale)
-        .clamp(max=E4M3_MAX)
-        .to(torch.float8_e4m3fn)
+        (blocks.abs().amax(-1) / peak / global_scale).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     )
     step = scales.float().unsqueeze(-1) * global_scale
     scaled = torch.where(
         step > 0, blocks / step.clamp(min=torch.finfo(torch.float32).tiny), torch.zeros_like(blocks)
     )
-    codes = nearest_e2m1(scaled.reshape(rows, columns))
-    return codes[:, 0::2] | (codes[:, 1::2] << 4), scales, global_scale
+    return nearest_e2m1(scaled), scales
+
+
+def _nvfp4_error(blocks: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:
+    """Return the squared error of each group: [N, G]."""
+    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=blocks.device)
+    values = table[codes.int()] * (scales.float() * global_scale).unsqueeze(-1)
+    return (values - blocks).square().sum(-1)
 
 
 def nearest_e2m1(values: Tensor) -> Tensor:
     """Return the 4-bit codes nearest to fp32 values, ties to even: uint8 in 0..15."""
-    table = torch.tensor(E2M1_VALUES, device=values.device)
-    middles = (table[1:] + table[:-1]) / 2
     magnitude = values.abs()
-    below = torch.bucketize(magnitude, middles, right=False)  # a tie counts as below
-    above = torch.bucketize(magnitude, middles, right=True)
+    # codes count steps of 1/2 up to 2, of 1 up to 4, of 2 above: rounded to even, so are they
     code = torch.where(
-        below % 2 == 0, below, above
-    )  # on a tie below + 1 == above: take the even one
-    return (code | torch.where(values.signbit(), 8, 0)).to(torch.uint8)
+        magnitude < 2,
+        (2 * magnitude).round(),
+        torch.where(magnitude < 4, 2 + magnitude.round(), 4 + (magnitude / 2).round()),
+    )
+    return code.clamp_(max=7).to(torch.uint8) | torch.where(values.signbit(), 8, 0).to(torch.uint8)
 
 
 def fp8_rows_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,6 +127,20 @@ def fp8_rows_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 def fp8_rows_dequantize(values: Tensor, scales: Tensor) -> Tensor:
     """Return values * scales per row: [N, K] fp32."""
     return values.float() * scales.unsqueeze(1)
+
+
+INT8_MAX = 127.0
+
+
+def int8_rows_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row to int8 with its own scale: (values [N, K] int8 in -127..127, scales [N] fp32).
+
+    scale = max|row| / 127, or 1 for a row of zeros; nearest even.
+    """
+    weight = weight.float()
+    amax = weight.abs().amax(dim=1)
+    scale = torch.where(amax > 0, amax / INT8_MAX, torch.ones_like(amax))
+    return (weight / scale.unsqueeze(1)).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale
 
 
 MX_GROUP = 32  # columns that share one E8M0 scale
@@ -124,6 +161,16 @@ def mxfp4_dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     values = _byte_table(codes.device).index_select(0, raw).view(torch.float32)
     steps = e8m0_values(scales).view(-1, 1)
     return (values.view(-1, MX_GROUP) * steps).view(rows, groups * MX_GROUP)
+
+
+def fp8_tiles_dequantize(values: Tensor, scales: Tensor, tile: int) -> Tensor:
+    """Return E4M3 times the scale of its tile x tile block: values [N, K], scales [ceil(N/tile), ceil(K/tile)] fp32.
+
+    [N, K] fp32.
+    """
+    rows, columns = values.shape
+    steps = scales.repeat_interleave(tile, 0)[:rows].repeat_interleave(tile, 1)[:, :columns]
+    return values.float() * steps
 
 
 def fp8_blocks_dequantize(values: Tensor, scales: Tensor) -> Tensor:

@@ -28,13 +28,21 @@ def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, row_scale: Tensor | None = None) -> Tensor:
-    """Return x W^T, or (x Q^T) * row_scale for a weight kept as FP8 rows: accumulate first, scale once.
+    """Return x W^T, or (x Q^T) * row_scale for a weight kept as 8-bit rows: accumulate first, scale once.
 
-    x: [T, K].  weight: [N, K] in x's dtype or float8_e4m3fn.  row_scale: [N] fp32, only with float8.
+    x: [T, K].  weight: [N, K] in x's dtype, or float8_e4m3fn or int8.  row_scale: [N] fp32, only with these.
     """
     if row_scale is None:
         return F.linear(x, weight)
     return (F.linear(x.float(), weight.float()) * row_scale).to(x.dtype)
+
+
+def nvfp4_linear(x: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:
+    """Return x W^T for an NVFP4 matrix: accumulate in fp32, apply the global scale once.
+
+    x: [T, K].  codes: [N, K/2] uint8.  scales: [N, K/16] float8_e4m3fn.  global_scale: [1] fp32.  [T, N] in x's dtype.
+    """
+    return (F.linear(x.float(), nvfp4_values(codes, scales)) * global_scale).to(x.dtype)
 
 
 def linear_pair(
@@ -175,15 +183,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor
     )
 
 
-def nvfp4_swiglu_expert(
-    x: Tensor, record: Tensor, global_scales: Tensor, intermediate: int
-) -> Tensor:
-    """Apply one NVFP4 expert: down(silu(gate x) * up x), weights dequantised on the way (W4A16, fp32 sums).
+def nvfp4_expert_matrices(record: Tensor, hidden: int, intermediate: int) -> tuple[Tensor, Tensor]:
+    """Dequantise one NVFP4 expert, but for its global scales: (gate and up [2 I, H], down [H, I]) fp32.
 
-    x: [T, H].  record: uint8, at least the payload: gate codes | up codes | down codes | gate, up, down scales.
-    global_scales: [3] fp32 (gate, up, down), applied once to the finished sums.  Returns [T, H] fp32.
+    record: uint8, at least the payload: gate codes | up codes | down codes | gate, up, down scales.
     """
-    hidden = x.shape[1]
     groups = 3 * hidden * intermediate // NVFP4_GROUP
     codes_nbytes = groups * NVFP4_GROUP // 2
     # the three matrices stand in one order in codes and scales alike: one pass decodes them all
@@ -192,13 +196,27 @@ def nvfp4_swiglu_expert(
         codes, record[codes_nbytes : codes_nbytes + groups].view(groups, 1)
     ).flatten()
     split = 2 * hidden * intermediate
-    gate_up, down = (
-        values[:split].view(2 * intermediate, hidden),
-        values[split:].view(hidden, intermediate),
-    )
+    return values[:split].view(2 * intermediate, hidden), values[split:].view(hidden, intermediate)
+
+
+def scaled_swiglu_expert(x: Tensor, gate_up: Tensor, down: Tensor, global_scales: Tensor) -> Tensor:
+    """Apply one expert to x [T, H]: matrices of `nvfp4_expert_matrices`, each sum scaled once.  Returns [T, H] fp32."""
+    intermediate = down.shape[1]
     both = F.linear(x.float(), gate_up)
     gate, up = both[:, :intermediate] * global_scales[0], both[:, intermediate:] * global_scales[1]
     return F.linear(F.silu(gate) * up, down) * global_scales[2]
+
+
+def nvfp4_swiglu_expert(
+    x: Tensor, record: Tensor, global_scales: Tensor, intermediate: int
+) -> Tensor:
+    """Apply one NVFP4 expert: down(silu(gate x) * up x), weights dequantised on the way (W4A16, fp32 sums).
+
+    x: [T, H].  record: as for `nvfp4_expert_matrices`.
+    global_scales: [3] fp32 (gate, up, down), applied once to the finished sums.  Returns [T, H] fp32.
+    """
+    gate_up, down = nvfp4_expert_matrices(record, x.shape[1], intermediate)
+    return scaled_swiglu_expert(x, gate_up, down, global_scales)
 
 
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

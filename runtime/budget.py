@@ -24,6 +24,10 @@ class ModelSizes:
     staged_experts: int | None = (
         None  # staging rows that a prompt can use; None: as many as are asked for
     )
+    passing_slots: int | None = (
+        None  # VRAM slots for copies on their way; None: as the route and early copies need
+    )
+    smaller: str = "model.deltanet=fp8_rows"  # what to set for a smaller model
     # what computing holds beside these is the largest of several lines: (bytes, bytes for each token of a prompt piece)
     scratch: tuple[tuple[int, int], ...] = ((0, 0),)
 
@@ -156,7 +160,7 @@ def plan_vram(
             f"{format_nbytes(sizes.residents_nbytes)}, state {format_nbytes(sizes.state_nbytes)}, the rest scratch and "
             f"copies), the plan may use {format_nbytes(max(0, limit_nbytes))}",
             "raise hw.vram_gib, lower hw.vram_reserve_gib, model.context_tokens or prefetch.copy, or set "
-            "model.deltanet=fp8_rows",
+            f"{sizes.smaller}",
         )
     prompt_tokens = sizes.fitting_tokens(limit_nbytes - must, prompt_tokens)
     scratch = sizes.scratch_nbytes(prompt_tokens)

@@ -7,10 +7,10 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -28,9 +28,12 @@ from runtime.budget import (
     ram_limit,
     vram_limit,
 )
+from runtime.drafts.opening import open_drafting
+from runtime.drafts.passes import Drafting
 from runtime.errors import ContextLengthError, UserError
 from runtime.experts.checks import Checksums
 from runtime.experts.copies import CudaCopier
+from runtime.experts.layer_slots import LayerSlots
 from runtime.experts.layout import ExpertKey, ExpertLayout
 from runtime.experts.policies import CACHES
 from runtime.experts.routes import RouteHeader, RouteRecorder
@@ -89,29 +92,6 @@ class Model(Protocol):
     def close(self) -> None: ...
 
 
-class GreedyPass(Protocol):
-    """Several tokens that one pass of a model has taken in."""
-
-    tokens: list[int]
-    logits: Tensor  # [len(tokens), vocab] fp32, after each of them
-
-    def keep(self, count: int) -> None:
-        """Leave the state as if only the first `count` tokens, 1 or more, had been fed; before the next pass."""
-
-
-@runtime_checkable
-class Drafting(Protocol):
-    """What a model with draft heads can do besides."""
-
-    proposed: int  # guesses so far
-    accepted: int  # that greedy decoding drew as well
-    passes: int
-
-    def greedy_pass(
-        self, token: int, state: Any, limit: int, stops: Collection[int], num_tokens: int
-    ) -> GreedyPass: ...
-
-
 @dataclass(frozen=True, slots=True)
 class EngineFiles:
     """What the set-up stages made."""
@@ -121,6 +101,7 @@ class EngineFiles:
     residents: Path | None = None  # of families whose other weights are written anew
     published: Path | None = None  # a release's own code, patched
     checksums: Path | None = None  # of experts that lie inside released files; a pack has its own
+    layers: Path | None = None  # of dense models: a quantised copy of their layers and head
     mirror: Path | None = None  # what is known of copies of shards on other drives
 
 
@@ -142,7 +123,9 @@ def _plan_vram(
     limit = vram_limit(config.hw.vram_gib, total, free, config.hw.vram_reserve_gib)
     copies, tokens = config.prefetch.copy, config.model.prefill_tokens
     tokens = min(tokens, config.model.context_tokens)
-    passing = passing_slots(copies, sizes.record_nbytes, 0 if reads_in_place else sizes.top_k)
+    passing = sizes.passing_slots
+    if passing is None:
+        passing = passing_slots(copies, sizes.record_nbytes, 0 if reads_in_place else sizes.top_k)
     plan = plan_vram(sizes, limit, tokens, passing, config.cache.vram_gib)
     if config.hw.vram_gib is not None:
         torch.cuda.set_per_process_memory_fraction(limit / total)
@@ -168,7 +151,7 @@ class Engine:
         cpus: frozenset[int] | None,
         device: torch.device,
         is_direct: bool,
-        experts: ExpertStreamer | SlotExperts | ResidentExperts,
+        experts: ExpertStreamer | SlotExperts | LayerSlots | ResidentExperts,
         top_k: int,
         shared: SharedReads | None = None,
         spread: Copies | None = None,
@@ -180,7 +163,9 @@ class Engine:
         """
         self.config = config
         self.model = model
-        self.drafting = model if isinstance(model, Drafting) else None
+        self.drafting: Drafting | None = None
+        if config.drafts.enabled:
+            self.drafting = open_drafting(config.drafts, model, self._read_nbytes)
         self.codec = codec
         self.plan, self.vram_plan = plan, vram_plan
         self.context_tokens = config.model.context_tokens
@@ -264,7 +249,7 @@ class Engine:
         if config.cache.verify:
             checksums = Checksums.open(layout, files.checksums, spread)
         reader = open_reader(layout, spread, config.hw)
-        experts: ExpertStreamer | SlotExperts | ResidentExperts
+        experts: ExpertStreamer | SlotExperts | LayerSlots | ResidentExperts
         if is_resident:
             experts = ResidentExperts(layout, reader)
         else:
@@ -292,10 +277,13 @@ class Engine:
                         sweep_rows=experts.max_hold,
                     )
                 copier = CudaCopier(vram_plan.slots, experts.record_nbytes, device)
-                copies = config.prefetch.copy
-                experts = SlotExperts(
-                    experts, copier, spec.num_layers, sizes.top_k, copies, family.READS_IN_PLACE
-                )
+                if family.IS_DENSE:
+                    experts = LayerSlots(experts, copier, spec.num_experts, vram_plan.passing_slots)
+                else:
+                    copies = config.prefetch.copy
+                    experts = SlotExperts(
+                        experts, copier, spec.num_layers, sizes.top_k, copies, family.READS_IN_PLACE
+                    )
             shared = share(experts) if config.serve.max_batch > 1 else None
             source = shared or experts
             model = family.open_model(spec, files, layout, source, config, device, dtype)
@@ -410,6 +398,10 @@ class Engine:
             rows.wait_ns,
             self.model.device_wait_ns,
         )
+
+    def _read_nbytes(self) -> int:
+        """Return the running total of what was read from the drive."""
+        return self.model.experts.counters.read_nbytes + self.model.rows.read_nbytes
 
     def token_stats(
         self, position: int, num_tokens: int, started: float, before: Counters

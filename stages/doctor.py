@@ -512,6 +512,16 @@ def check_fit(report: Report, cfg: RunConfig, sizes: Any, has_gpu: bool) -> None
     fit = plan_fit(cfg, sizes, has_gpu)
     for fault in fit.faults:
         report.add("model", "memory plan", "bad", fault.message, fault.hint)
+    if fit.ram is not None and load_family(cfg.model.family).IS_DENSE:
+        kept, where = fit.ram.cache_rows, "RAM"
+        if fit.vram is not None:
+            kept, where = fit.vram.kept_slots, "VRAM"
+        is_whole = kept == sizes.num_experts
+        report.add(
+            "model", "layers", "ok" if is_whole else "warn", f"{kept} of {sizes.num_experts} stay in {where}",
+            "" if is_whole else "the others pass through for every token: set model.weights=int8_rows or nvfp4",
+        )  # fmt: skip
+        return
     rates = report.rates
     drive, memory = rates.get("drive_gib_s", 0.0), rates.get("vram_gib_s" if has_gpu else "ram_gib_s", 0.0)  # fmt: skip
     if fit.ram is None or not drive or not memory or (has_gpu and not rates.get("pcie_gib_s")):

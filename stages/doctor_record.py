@@ -18,7 +18,6 @@ from runtime.experts.spread import DrivesRecord
 from runtime.mounts import Mount, find_mount
 from runtime.units import format_nbytes
 from stages.core import Runner
-from stages.hub import hub_cache
 from stages.parts import bases
 
 RECORD_NAME = "doctor.json"
@@ -76,11 +75,19 @@ def expert_files(runner: Runner) -> list[Path]:
 
 def expert_folder(runner: Runner) -> Path:
     """Return the folder in which experts are read, or will be."""
-    cfg, files = runner.cfg, expert_files(runner)
+    files = expert_files(runner)
     if files:
         return files[0].resolve().parent
-    in_cache = cfg.model.source is Source.hub and "repack" not in cfg.model.setup
-    return hub_cache(cfg).root if in_cache else runner.root
+    return _expected_folder(runner)
+
+
+def _expected_folder(runner: Runner) -> Path:
+    cfg = runner.cfg
+    if cfg.model.source is not Source.hub or "repack" in cfg.model.setup:
+        return runner.root
+    from stages.hub import hub_cache  # the hub's library takes a second to load, advice less
+
+    return hub_cache(cfg).root
 
 
 def drive_files(runner: Runner) -> list[list[Path]]:
@@ -108,9 +115,8 @@ def drive_folders(runner: Runner) -> dict[int | None, Path]:
         return {None: expert_folder(runner)}
     home, download = runner.root.parent, runner.find("download")
     if "repack" not in cfg.model.setup:
-        home = hub_cache(cfg).root if cfg.model.source is Source.hub else runner.root
         shards = () if download is None else Path(download.facts["snapshot"]).glob("*.safetensors")
-        home = next((shard.resolve().parent for shard in shards), home)
+        home = next((shard.resolve().parent for shard in shards), _expected_folder(runner))
     return dict(enumerate(bases(cfg, home)))
 
 

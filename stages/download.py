@@ -19,7 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from conf.schema import RunConfig, Source
+from conf.schema import DraftSource, RunConfig, Source
 from runtime.checkpoint import INDEX_NAME, Checkpoint, IndexMismatchError
 from runtime.errors import UserError, VerificationError
 from runtime.units import GIB, format_nbytes
@@ -65,8 +65,8 @@ def params(cfg: RunConfig) -> dict[str, Any]:
 
 
 def leave_out(cfg: RunConfig) -> list[str]:
-    """Return the patterns of tensors that this run does not need: drafts only while they are off."""
-    drafts = cfg.drafts.enabled
+    """Return the patterns of tensors that this run does not need: draft heads only where they may be used."""
+    drafts = cfg.drafts.enabled and cfg.drafts.source is not DraftSource.lookup
     return [p for p in cfg.model.leave_out if not (drafts and p.startswith("mtp."))]
 
 

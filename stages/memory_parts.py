@@ -70,9 +70,8 @@ def sampling(ctx: StageContext, engine: Any) -> Any:
 def show_answer(ctx: StageContext, answer: Any) -> None:
     """Print an answer, flagged where the memory is not sure, what it rests on to stderr; set the exit code."""
     if answer.verdict.is_low:
-        print(f"LOW CONFIDENCE ({answer.verdict.reason}, {answer.verdict.confidence:.2f})")
         ctx.runner.exit_code = EXIT_LOW_CONFIDENCE
-    print(answer.text)
+    print(answer.shown)
     print(
         f"confidence {answer.verdict.confidence:.2f}, mode {answer.mode}, positions {answer.position_mode} up to "
         f"{answer.largest_distance:,}, {answer.fetched_tokens} tokens retrieved",

@@ -17,7 +17,7 @@ def token_faults(store: Store, cfg: RunConfig, ctx: StageContext) -> list[str]:
     if found is None or store.header.kind != "kv":
         return []
     from runtime.engine import load_family
-    from runtime.living_kv.memory import tokenizer_digest
+    from runtime.living_kv.identity import tokenizer_digest
     from stages.download import snapshot_of
 
     snapshot = snapshot_of(found)

@@ -39,7 +39,7 @@ def uses_published_code(cfg: RunConfig) -> bool:
 
 def engine_files(inputs: Mapping[str, Output]) -> EngineFiles:
     """Return the folders that `Engine.open` needs."""
-    names = ("repack", "residents", "patch", "checksums", "mirror")
+    names = ("repack", "residents", "patch", "checksums", "quantize", "mirror")
     made = (inputs.get(name) for name in names)
     roots = [None if output is None else output.root for output in made]
     return EngineFiles(snapshot_of(inputs["download"]), *roots)

@@ -74,6 +74,8 @@ def run(ctx: StageContext) -> None:
     sizes: ModelSizes = family.planned_sizes(spec, cfg, dtype, has_gpu)
     fit = plan_fit(cfg, sizes, has_gpu)
     rates, source = planned_rates(cfg, ctx.runner, has_gpu, sizes.record_nbytes)
+    if family.IS_DENSE:
+        rates, source = None, "the laws are of routed experts, this model takes every layer"
     rooms = ctx.runner.expected_disk(cfg.engine_stages)
     fetching = fetch_line(cfg, rooms)
     print(f"{cfg.model.name} on hw={cfg.hw.name}{'' if has_gpu else ', on the CPU'}")
@@ -185,7 +187,9 @@ def plan_fit(cfg: RunConfig, sizes: ModelSizes, has_gpu: bool) -> Fit:
                 sizes,
                 vram_limit(cfg.hw.vram_gib, card, free, cfg.hw.vram_reserve_gib),
                 min(cfg.model.prefill_tokens, cfg.model.context_tokens),
-                passing_slots(cfg.prefetch.copy, sizes.record_nbytes, copied),
+                passing_slots(cfg.prefetch.copy, sizes.record_nbytes, copied)
+                if sizes.passing_slots is None
+                else sizes.passing_slots,
                 cfg.cache.vram_gib,
             )
         except UserError as error:

@@ -21,6 +21,7 @@ from runtime import build, hardware
 from runtime.budget import ram_limit
 from runtime.engine import Engine, load_family
 from runtime.errors import UserError
+from runtime.living_kv.service import MemoryService
 from runtime.server.app import create_app
 from runtime.server.worker import Served, Worker
 from runtime.snapshot import SnapshotStore, make_key
@@ -130,6 +131,9 @@ def make_worker(
         cfg.serve.queue,
         on_failure,
         cfg.serve.max_batch,
+        lambda engine: MemoryService(
+            engine, snapshot_of(inputs["download"]), absolute(cfg.paths.memory), cfg.memory
+        ),
     )
 
 

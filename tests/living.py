@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from conf.schema import MemoryConfig
-from runtime.living_kv.memory import Memory, new_header
+from runtime.living_kv.identity import new_header
+from runtime.living_kv.memory import Memory
 from runtime.living_kv.store import Store
 from runtime.models.dense import DenseModel, open_codec
 from tests.dense_models import open_dense

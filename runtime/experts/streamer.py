@@ -64,6 +64,10 @@ class ExpertSource(Protocol):
     def max_hold(self) -> int: ...
 
     @property
+    def max_route(self) -> int:
+        """How many experts of a layer `waves` and `fetch` can be asked for at once."""
+
+    @property
     def record_nbytes(self) -> int: ...
 
     def forget(self) -> None:
@@ -78,6 +82,22 @@ class ExpertSource(Protocol):
 def as_list(guesses: Iterable[int]) -> list[int]:
     """Return guesses that can be gone through twice, with their scores if they have some."""
     return guesses if isinstance(guesses, list) else list(guesses)
+
+
+def fetch_union(
+    experts: ExpertSource, layer: int, routes: Sequence[Sequence[int]], guesses: Iterable[int] = ()
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield each expert that the routes of several tokens name once, as `fetch` does; the first token's come first.
+
+    More than the cache can hold are fetched in turns, and the guesses asked for in the last of them.
+    """
+    if len(routes) == 1:
+        yield from experts.fetch(layer, routes[0], guesses)
+        return
+    union = list(dict.fromkeys(expert for route in routes for expert in route))
+    turns = [union[at : at + experts.max_route] for at in range(0, len(union), experts.max_route)]
+    for turn in turns:
+        yield from experts.fetch(layer, turn, guesses if turn is turns[-1] else ())
 
 
 def one_by_one(waves: Iterator[Wave]) -> Iterator[tuple[int, Tensor]]:
@@ -213,6 +233,10 @@ class ExpertStreamer:
     @property
     def max_hold(self) -> int:
         return len(self._staging)
+
+    @property
+    def max_route(self) -> int:
+        return self.cache.num_rows - self._ahead_rows
 
     def pin(self) -> None:
         """Make the records readable by the GPU: where not all may be pinned, the cache shrinks to what may be.
@@ -627,6 +651,10 @@ class ResidentExperts:
 
     @property
     def max_hold(self) -> int:
+        return self._num_experts
+
+    @property
+    def max_route(self) -> int:
         return self._num_experts
 
     def fetch(

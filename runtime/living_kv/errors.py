@@ -13,6 +13,10 @@ class MemoryUsageError(UserError):
     exit_code = 2
 
 
+class StoreNotFoundError(UserError):
+    """A store that is not there."""
+
+
 class StoreRefusedError(UserError):
     """A store that may not be used as it is: another model, a newer format, wrong bytes."""
 

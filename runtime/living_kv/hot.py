@@ -11,11 +11,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from conf.schema import MemoryConfig
 from runtime.living_kv.positions import Mode, dca_attention, move, near_steps
+from runtime.living_kv.sentences import MAX_TOKENS
 from runtime.models.dense_state import attend_rows
 from runtime.models.dense_weights import DenseSpec
 
 Observer = Callable[[int, Tensor], None]
+
+
+def buffer_tokens(config: MemoryConfig) -> tuple[int, int]:
+    """Return the tokens of a timeline's buffers, and of those in which questions are answered."""
+    timeline = config.sinks + config.window + config.chunk
+    return timeline, timeline + scratch_budget(config)
+
+
+def scratch_budget(config: MemoryConfig) -> int:
+    """Return the tokens that a question may retrieve: a sentence at least, whole, and what a short one takes along."""
+    return max(config.budget, MAX_TOKENS) + MAX_TOKENS
 
 
 class HotState:
@@ -64,6 +77,7 @@ class HotState:
         self.floor: int | None = (
             None  # a query sees hot tokens from here on, however far; None: its window
         )
+        self.border = 0  # nothing taken in sees hot tokens before it, sinks apart
         self._count = 0
         self._first = self._hot_at
         self._visible: Tensor | None = None
@@ -157,16 +171,22 @@ class HotState:
         queries = torch.arange(self.position, self.position + num_tokens, device=self._device)
         self.places[end - num_tokens : end] = queries
         self._rows = slice(self._first, end)
+        self._visible = None
+        oldest = self.position - self.window + 1 if self.floor is None else self.floor
+        oldest = max(oldest, self.border)
+        if num_tokens == 1 and self.hot_start >= oldest:
+            return  # all that is there; a token in the loop need not ask the device
         places = self.places[self._rows]
         seen = places <= queries.unsqueeze(1)
         if self.floor is None:
             recent = places > (queries - self.window).unsqueeze(1)
         else:
             recent = (places >= self.floor).unsqueeze(0)
+        recent = recent & (places >= self.border)
         kept = places < self.sinks
         kept[: self._hot_at - self._first] = True
         seen &= recent | kept
-        self._visible = seen if num_tokens > 1 or not bool(seen.all()) else None
+        self._visible = seen
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `KvState.attend`: one softmax over sinks, retrieved, hot and current tokens."""

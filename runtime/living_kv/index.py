@@ -13,6 +13,7 @@ from blake3 import blake3
 
 Array = np.ndarray[Any, Any]
 FIRST_STATISTICS = 64
+CHUNK = 1024  # sentences that are normalised at once
 
 
 def layer_numbers(fractions: tuple[float, ...] | list[float], depth: int) -> tuple[int, ...]:
@@ -70,9 +71,22 @@ class VectorIndex:
         """raw: [sentences, layers * dim] fp16 as stored."""
         self.layers = layers
         self.version = statistics_count(len(raw))
-        parts = raw.astype(np.float32).reshape(len(raw), layers, -1)
-        self._statistics = [Statistics(parts[: self.version, i], remove) for i in range(layers)]
-        self._unit = [s.normalised(parts[:, i]) for i, s in enumerate(self._statistics)]
+        parts = raw.reshape(len(raw), layers, -1)
+        self._statistics = [
+            Statistics(parts[: self.version, i].astype(np.float32), remove) for i in range(layers)
+        ]
+        self._unit = [np.empty((len(raw), parts.shape[2]), np.float32) for _ in range(layers)]
+        for at in range(
+            0, len(raw), CHUNK
+        ):  # what is read may be a mapped file: little of it at once
+            rows = slice(at, at + CHUNK)
+            for i, (unit, found) in enumerate(zip(self._unit, self._statistics, strict=True)):
+                unit[rows] = found.normalised(parts[rows, i])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of RAM: 4 for each number of each sentence's vectors, so that a question is one product a layer."""
+        return sum(unit.nbytes for unit in self._unit)
 
     def scores(self, question: Array) -> Array:
         """question: [layers * dim], a raw projection.  Returns the mean cosine with each sentence: [n] fp32."""

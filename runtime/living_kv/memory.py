@@ -7,13 +7,11 @@ once with that in sight. Knows files only through the store.
 
 from __future__ import annotations
 
-import json
 import logging
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,182 +22,58 @@ from torch import Tensor
 from conf.schema import AnswerMode, MemoryConfig
 from runtime.errors import UserError
 from runtime.living_kv import confidence as sure
+from runtime.living_kv.answer import Answer
 from runtime.living_kv.codec import Codec
 from runtime.living_kv.cold import ColdBlocks
 from runtime.living_kv.confidence import Verdict
 from runtime.living_kv.errors import MemoryUsageError, StoreRefusedError
-from runtime.living_kv.hot import HotState
-from runtime.living_kv.index import VectorIndex, layer_numbers, projection, projection_digest
+from runtime.living_kv.hot import HotState, scratch_budget
+from runtime.living_kv.identity import REREAD
+from runtime.living_kv.index import VectorIndex, projection, projection_digest
 from runtime.living_kv.lexical import LexicalIndex
+from runtime.living_kv.means import SentenceMeans
 from runtime.living_kv.positions import Mode, choose_mode
-from runtime.living_kv.quote import in_scope, open_lexical, quote_sentences, readable_text
+from runtime.living_kv.quote import (
+    StoredTexts,
+    in_scope,
+    open_lexical,
+    quote_sentences,
+    readable_text,
+)
 from runtime.living_kv.select import Selection, select
 from runtime.living_kv.sentences import (
-    MAX_TOKENS,
-    SPLITTER_VERSION,
     Sentence,
     byte_offsets,
+    cut_pieces,
     readable,
     split_text,
     to_token_spans,
 )
-from runtime.living_kv.store import TEXT, Header, Store, Update, new_store_id
+from runtime.living_kv.store import TEXT, Header, Store, Update
 from runtime.models.dense import DenseModel
 from runtime.sampling import Sampler, SamplingParams
-from runtime.text import ChatOptions, StreamDecoder, TemplateCodec, TextCodec
+from runtime.text import ChatOptions, StopFilter, StreamDecoder, TemplateCodec, TextCodec
 
 log = logging.getLogger(__name__)
 
-REREAD = "read the stored text in anew with stages=[memory_migrate]"
-PROJECTION_SEED = 20240601
 CHARACTERS_PER_TOKEN = 4  # a piece of text is cut at about commit_tokens of these
 SNAPSHOT = struct.Struct("<QQQ")  # sinks, first hot position, position
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What the memory says to a question."""
-
-    text: str
-    tokens: list[int]
-    verdict: Verdict
-    mode: str  # kv, ground, quote
-    sentences: list[dict[str, Any]]  # what it rests on, best first, as quotes
-    position_mode: str
-    largest_distance: int
-    support: float
-    fetched_tokens: int
-    read_nbytes: int  # of blocks, from the drive
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the `memory` field of a reply, with the answer."""
-        return {
-            "answer": self.text,
-            "mode": self.mode,
-            "confidence": self.verdict.confidence,
-            "low_confidence": self.verdict.is_low,
-            "reason": self.verdict.reason,
-            "support": round(self.support, 4),
-            "positions": self.position_mode,
-            "largest_distance": self.largest_distance,
-            "fetched_tokens": self.fetched_tokens,
-            "read_nbytes": self.read_nbytes,
-            "sentences": self.sentences,
-        }
+_Scored = Sequence[tuple[int, float]]  # sentences and their scores, best first
 
 
-def model_identity(model: DenseModel) -> dict[str, Any]:
-    """Return what changes keys and values: the architecture, its numbers, the weights, the arithmetic.
-
-    Weight files up to 1 GiB are hashed whole, larger ones by their headers and samples.
-    """
-    spec = model.spec
-    return {
-        "architecture": spec.model_type,
-        "layers": spec.depth,
-        "hidden": spec.hidden,
-        "kv_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "rope_theta": spec.rope_theta,
-        "eps": spec.eps,
-        "weights": _weights_digest(model.layout.files),
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }
+def _best(found: Selection | None, count: int) -> _Scored:
+    return [] if found is None else list(zip(found.ranked, found.scores, strict=True))[:count]
 
 
-def _weights_digest(paths: Sequence[Path]) -> str:
-    hasher = blake3()
-    for path in paths:
-        size = path.stat().st_size
-        with open(path, "rb") as f:
-            if size <= 2**30:
-                hasher.update(f.read())
-                continue
-            (header_nbytes,) = struct.unpack("<Q", f.read(8))
-            hasher.update(f"{size}".encode() + f.read(header_nbytes))
-            for i in range(256):
-                f.seek((size - 4096) * i // 255)
-                hasher.update(f.read(4096))
-    return hasher.hexdigest(length=16)
+@dataclass(slots=True)
+class _Drawn:
+    """What a model said, and why it ended."""
 
-
-def new_header(model: DenseModel, snapshot: Path, config: MemoryConfig, created: str) -> Header:
-    """Return the header of a store for this model."""
-    spec = model.spec
-    layers = layer_numbers(config.index_layers, spec.depth)
-    matrix = projection(spec.hidden, config.index_dim, PROJECTION_SEED)
-    return Header(
-        store_id=new_store_id(),
-        kind="kv",
-        created=created,
-        codec=config.codec.value,
-        block=config.block,
-        layers=spec.depth,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        dtype=str(model.dtype).removeprefix("torch."),
-        vector_values=len(layers) * matrix.shape[1],
-        index_layers=layers,
-        projection_seed=PROJECTION_SEED,
-        projection_digest=projection_digest(matrix),
-        model=model_identity(model),
-        tokenizer=tokenizer_digest(snapshot),
-        rope_theta=spec.rope_theta,
-        splitter=SPLITTER_VERSION,
-    )
-
-
-def tokenizer_digest(snapshot: Path) -> str:
-    """Return what tells tokenizers apart."""
-    return blake3((snapshot / "tokenizer.json").read_bytes()).hexdigest(length=16)
-
-
-def check_identity(header: Header, model: DenseModel, snapshot: Path) -> None:
-    """Refuse a store of another model, naming both."""
-    if header.kind != "kv":
-        raise StoreRefusedError(
-            "this store holds text only: no model can read keys and values from it",
-            "ask it with stages=[memory_quote], or make a kv store with stages=[memory_migrate]",
-        )
-    ours = {**model_identity(model), "tokenizer": tokenizer_digest(snapshot)}
-    theirs = {**header.model, "tokenizer": header.tokenizer}
-    wrong = [k for k in ours if ours[k] != theirs.get(k)]
-    if wrong:
-        raise StoreRefusedError(
-            f"E-MODEL: the store was made by another model: "
-            f"{', '.join(f'{k} {theirs.get(k)} there, {ours[k]} here' for k in wrong)}",
-            f"choose that model, or {REREAD}",
-        )
-    if header.splitter != SPLITTER_VERSION:
-        raise StoreRefusedError(
-            "E-VERSION: the store's sentences were cut by another version of the splitter", REREAD
-        )
-
-
-class _Means:
-    """Sums up hidden states of index layers by sentence while a piece goes through the model."""
-
-    def __init__(
-        self, layers: Sequence[int], matrix: Tensor, owners: Sequence[int], count: int
-    ) -> None:
-        """owners: the sentence of each token of the piece.  matrix: [hidden, dim]."""
-        self._layers = {layer: i for i, layer in enumerate(layers)}
-        self._matrix, self._owners = matrix, torch.tensor(owners)
-        self._sums = torch.zeros(len(layers), count, matrix.shape[1], dtype=torch.float64)
-        self._counts = torch.bincount(self._owners, minlength=count).double()
-        self.at = 0  # token of the piece where the present forward starts
-
-    def __call__(self, layer: int, hidden: Tensor) -> None:
-        i = self._layers.get(layer)
-        if i is not None:
-            part = self._owners[self.at : self.at + len(hidden)]
-            self._sums[i].index_add_(0, part, (hidden.float().cpu() @ self._matrix).double())
-
-    def vectors(self) -> np.ndarray[Any, Any]:
-        """Return [count, layers * dim] fp16."""
-        means = self._sums / self._counts.clamp_min(1).unsqueeze(1)
-        out: np.ndarray[Any, Any] = means.transpose(0, 1).flatten(1).half().numpy()
-        return out
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish: str = "stop"
 
 
 class Memory:
@@ -224,7 +98,7 @@ class Memory:
         )
         h = store.header
         self.codec = Codec(h.codec, h.layers, h.kv_heads, h.head_dim)
-        self.cold = ColdBlocks(store, self.codec, int(config.ram_gib * 2**30))
+        self.cold = ColdBlocks(store, self.codec, int(config.ram_gib * 2**30), model.device)
         dim = h.vector_values // len(h.index_layers)
         matrix = projection(model.spec.hidden, dim, h.projection_seed)
         if projection_digest(matrix) != h.projection_digest:
@@ -236,6 +110,8 @@ class Memory:
         self._scratch: HotState | None = None
         self.was_rebuilt = False  # the hot tier came from cold blocks, not from its snapshot
         self.read_tokens = 0  # of source text, through the model
+        self.asked_tokens = 0  # of questions and prompts, through the model
+        self.after_layer: Callable[[], None] = lambda: None  # called while a question is answered
         self._index: VectorIndex | None = None
         self._lexical: LexicalIndex | None = None
 
@@ -298,7 +174,7 @@ class Memory:
         keys, values, places = keys[:, skip:], values[:, skip:], places[skip:]
         tail = self.store.tail
         if end > tail_at and tail:
-            k, v = self._from_exact(tail, end - tail_at)
+            k, v = (part.to(keys.device) for part in self._from_exact(tail, end - tail_at))
             keys, values = (
                 torch.cat([keys.to(k.dtype), k], 1),
                 torch.cat([values.to(v.dtype), v], 1),
@@ -306,9 +182,9 @@ class Memory:
         return keys, values, end - keys.shape[1]
 
     def _exact(self, keys: Tensor, values: Tensor) -> bytes:
-        both = torch.stack([keys, values]).contiguous()
-        raw: bytes = both.view(torch.uint8).cpu().numpy().tobytes()
-        return raw
+        # on a GPU no copy of them is made there: its memory is planned to the last buffer
+        parts = (part.cpu().contiguous().view(torch.uint8) for part in (keys, values))
+        return b"".join(part.numpy().tobytes() for part in parts)
 
     def _from_exact(self, raw: bytes, tokens: int) -> tuple[Tensor, Tensor]:
         h = self.store.header
@@ -321,9 +197,9 @@ class Memory:
         state = self.state
         first = max(state.hot_start, state.position - self.config.window)
         sinks = state.num_sinks
-        keys, values = state.hot(first, state.position)
+        keys, values = (part.cpu() for part in state.hot(first, state.position))
         if sinks or first > 0:
-            k, v = (part.clone() for part in state.sink_rows())
+            k, v = (part.cpu() for part in state.sink_rows())
             sinks = k.shape[1]
             keys, values = torch.cat([k, keys], 1), torch.cat([v, values], 1)
         return SNAPSHOT.pack(sinks, first, state.position) + self._exact(keys, values)
@@ -406,8 +282,11 @@ class Memory:
         spans = to_token_spans(split_text(text), offsets)
         state = self.state
         self._check_range(state.position + len(ids))
+        state.border = self._border(session) if self.config.isolate else 0
         first = state.position
-        means = _Means(self.store.header.index_layers, self._matrix, _owners(spans), len(spans))
+        means = SentenceMeans(
+            self.store.header.index_layers, self._matrix, _owners(spans), len(spans)
+        )
         update = Update(tokens=ids, text=piece, sessions=lines)
         state.observer = means
         try:
@@ -434,6 +313,13 @@ class Memory:
         ]
         update.vectors = means.vectors().tobytes()
         self._commit(update, with_snapshot)
+
+    def _border(self, session: int) -> int:
+        """Return where the present stretch of a session begins: its text goes on from there, or begins here."""
+        others = np.flatnonzero(self.store.sentences["session"] != session)
+        at = int(others[-1]) + 1 if len(others) else 0
+        lows = self.store.sentences["lo"]
+        return int(lows[at]) if at < len(lows) else self.state.position
 
     def _encode_blocks(self, state: HotState, update: Update) -> None:
         """Encode every block whose last token exists."""
@@ -498,7 +384,7 @@ class Memory:
     def scratch(self) -> HotState:
         """The buffers in which questions are answered; the timeline stays as it is."""
         if self._scratch is None:
-            self._scratch = self._hot_state(max(self.config.budget, MAX_TOKENS) + MAX_TOKENS)
+            self._scratch = self._hot_state(scratch_budget(self.config))
         return self._scratch
 
     def _start_scratch(self) -> HotState:
@@ -524,14 +410,15 @@ class Memory:
         ids, _ = self._tokenize(question)
         scratch = self._start_scratch()
         self._check_room(len(ids))
-        means = _Means(self.store.header.index_layers, self._matrix, [0] * len(ids), 1)
+        means = SentenceMeans(self.store.header.index_layers, self._matrix, [0] * len(ids), 1)
         scratch.observer = means
         try:
             for at in range(0, len(ids), self.config.chunk):
                 means.at = at
-                self.model.run(ids[at : at + self.config.chunk], scratch)
+                self.model.run(ids[at : at + self.config.chunk], scratch, self.after_layer)
         finally:
             scratch.observer = None
+        self.asked_tokens += len(ids)
         found: np.ndarray[Any, Any] = means.vectors()[0]
         return found
 
@@ -563,7 +450,7 @@ class Memory:
 
     def calibrate(self, count: int | None = None) -> sure.Estimator | None:
         """Fit the confidence to the store's own sentences, and keep the fit beside it."""
-        texts = [readable_text(self.store, i) for i in range(len(self.store.sentences))]
+        texts = StoredTexts(self.store)
         count = self.config.calibration if count is None else count
         found = sure.calibrate(
             texts, self.find, self.lexical.rarest, count, self.config.confidence_target
@@ -591,14 +478,18 @@ class Memory:
         scratch.retrieve(keys, values, places)
         self._check_room(len(prompt))
         mode = choose_mode(
-            self.config.position.value, self.model.spec, scratch.largest_distance + len(prompt)
+            self.config.position.value,
+            self.model.spec,
+            scratch.largest_distance + len(prompt),
+            self.config.near_beyond,
         )
         if mode is Mode.near:
             scratch.bring_near()
         scratch.mode = mode
         logits = None
         for at in range(0, len(prompt), self.config.chunk):
-            logits = self.model.run(prompt[at : at + self.config.chunk], scratch)
+            logits = self.model.run(prompt[at : at + self.config.chunk], scratch, self.after_layer)
+        self.asked_tokens += len(prompt)
         assert logits is not None, "an empty prompt"
         return self.model.logits(logits[-1:])
 
@@ -615,78 +506,106 @@ class Memory:
                 "shorten it, or raise memory.window",
             )
 
-    def generate(self, logits: Tensor, params: SamplingParams) -> Iterator[tuple[int, str]]:
-        """Draw an answer behind `attend`: (token, text that has become certain)."""
+    def generate(
+        self, logits: Tensor, params: SamplingParams
+    ) -> Generator[tuple[int, str], None, str]:
+        """Draw an answer behind `attend`: (token, text that has become certain). Returns why it ended: stop, length.
+
+        Stop strings are never given out. What was held back comes last, with token -1.
+        """
         scratch = self.scratch
         sampler = Sampler(params, self.text.vocab_size)
-        stream = StreamDecoder(self.text)
+        stream, stops = StreamDecoder(self.text), StopFilter(params.stop)
         room = self._room
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
+        reason = "length"
         for count in range(limit):
             token = sampler(logits)
             if token in self.text.stop_ids:
+                reason = "stop"
                 break
-            yield token, stream.push(token)
+            yield token, stops.push(stream.push(token))
+            if stops.is_stopped:
+                return "stop"
             if count + 1 < limit:
-                logits = self.model.logits(self.model.run([token], scratch))
-        rest = stream.flush()
+                logits = self.model.logits(self.model.run([token], scratch, self.after_layer))
+        rest = stops.push(stream.flush())
+        if stops.is_stopped:
+            reason = "stop"
+        rest += stops.flush()
         if rest:
             yield -1, rest
+        return reason
 
     def ask(self, question: str, params: SamplingParams, mode: AnswerMode | None = None) -> Answer:
         """Answer from what is stored. The store does not change.  mode: None is the config's."""
         if not question.strip():
             raise MemoryUsageError("the question is empty", 'give one: memory.question="..."')
-        read = self.store.read_nbytes
+        before = self._before()
         found = self.find(question)
         verdict = sure.judge(found, sure.load_estimator(self.store.root))
         mode = mode or self.config.mode
-        best = list(found.ranked[: self.config.k]) if found else []
+        best = _best(found, self.config.k)
         if mode is AnswerMode.quote or (
             mode is AnswerMode.auto and (verdict.is_low or found is None)
         ):
-            return self._quoted(best, verdict, read)
-        tokens, text = self._answer(self.prompt(question), found, params)
-        share, used = self._support(text, found), AnswerMode.kv
+            return self._quoted(best, verdict, before)
+        drawn = self._answer(self.prompt(question), found, params)
+        share, used = self._support(drawn.text, found), AnswerMode.kv
         if mode is AnswerMode.ground or (mode is AnswerMode.auto and share < sure.MIN_SUPPORT):
             used = AnswerMode.ground
             grounded = "\n".join(
                 readable_text(self.store, i).strip() for i in (found.sentences if found else ())
             )
-            tokens, text = self._answer(self.prompt(f"{grounded}\n\n{question}"), None, params)
-            share = self._support(text, found)
+            drawn = self._answer(self.prompt(f"{grounded}\n\n{question}"), None, params)
+            share = self._support(drawn.text, found)
         if share < sure.MIN_SUPPORT:
             verdict = Verdict(
                 min(verdict.confidence, 0.5), True, verdict.reason or "unsupported_answer"
             )
             if mode is AnswerMode.auto:
-                return self._quoted(best, verdict, read)
-        return self._result(text, tokens, verdict, used.value, best, share, read)
+                return self._quoted(best, verdict, before)
+        return self._result(drawn, verdict, used, best, share, before)
+
+    def _before(self) -> tuple[int, int]:
+        return self.store.read_nbytes, self.asked_tokens
 
     def _answer(
         self, prompt: Sequence[int], found: Selection | None, params: SamplingParams
-    ) -> tuple[list[int], str]:
-        pieces = list(self.generate(self.attend(prompt, found), params))
-        return [token for token, _ in pieces if token >= 0], "".join(text for _, text in pieces)
+    ) -> _Drawn:
+        drawn = _Drawn()
+        steps = self.generate(self.attend(prompt, found), params)
+        while True:
+            try:
+                token, text = next(steps)
+            except StopIteration as end:
+                drawn.finish = end.value
+                return drawn
+            drawn.text += text
+            drawn.tokens += [token] if token >= 0 else []
 
     def _support(self, answer: str, found: Selection | None) -> float:
         texts = [readable_text(self.store, i) for i in (found.sentences if found else ())]
         return sure.support(answer, "\n".join(texts))
 
-    def _quoted(self, best: Sequence[int], verdict: Verdict, read: int) -> Answer:
-        text = "\n".join(readable_text(self.store, i).strip() for i in best[:3])
-        return self._result(
-            text, [], verdict, AnswerMode.quote.value, best, 1.0 if best else 0.0, read
-        )
+    def _quoted(self, best: _Scored, verdict: Verdict, before: tuple[int, int]) -> Answer:
+        text = "\n".join(readable_text(self.store, i).strip() for i, _ in best[:3])
+        share = 1.0 if best else 0.0
+        return self._result(_Drawn(text), verdict, AnswerMode.quote, best, share, before)
 
     def _result(
-        self, text: str, tokens: list[int], verdict: Verdict, mode: str, best: Sequence[int], share: float, read: int
+        self, drawn: _Drawn, verdict: Verdict, mode: AnswerMode, best: _Scored, share: float,
+        before: tuple[int, int],
     ) -> Answer:  # fmt: skip
-        scratch = self.scratch
-        quotes = [q.to_dict() for q in quote_sentences(self.store, best, [0.0] * len(best))]
+        scratch, (read, asked) = self.scratch, before
+        quotes = [
+            q.to_dict()
+            for q in quote_sentences(self.store, [i for i, _ in best], [score for _, score in best])
+        ]
         return Answer(
-            text, tokens, verdict, mode, quotes, scratch.mode.value, scratch.largest_distance, share,
-            scratch.num_retrieved, self.store.read_nbytes - read,
+            drawn.text, drawn.tokens, drawn.finish, verdict, mode.value, quotes, scratch.mode.value,
+            scratch.largest_distance, share, scratch.num_retrieved, self.store.read_nbytes - read,
+            self.asked_tokens - asked,
         )  # fmt: skip
 
     # ---- conversations --------------------------------------------------------------------------------------------
@@ -709,8 +628,11 @@ class Memory:
         return answer
 
     def _first_turn(self, question: str, params: SamplingParams) -> Answer:
-        tokens, text = self._answer(self.prompt(question), None, params)
-        return self._result(text, tokens, Verdict(0.0, True, "empty_store"), "kv", [], 0.0, 0)
+        before = self._before()
+        drawn = self._answer(self.prompt(question), None, params)
+        return self._result(
+            drawn, Verdict(0.0, True, "empty_store"), AnswerMode.kv, [], 0.0, before
+        )
 
     def close_session(self) -> None:
         """Commit an exact snapshot of the hot tier, so that another process goes on with the same numbers."""
@@ -719,6 +641,8 @@ class Memory:
             self.lexical.save()
 
     def close(self) -> None:
+        """Let go of the store and of pinned RAM."""
+        self.cold.close()
         self.store.close()
 
 
@@ -742,23 +666,3 @@ def _check_config(config: MemoryConfig, header: Header) -> None:
 
 def _owners(spans: Sequence[Sentence]) -> list[int]:
     return [i for i, s in enumerate(spans) for _ in range(s.lo, s.hi)]
-
-
-def cut_pieces(data: bytes, characters: int) -> Iterator[bytes]:
-    """Cut text into pieces of at most `characters`, at a line's end where there is one, else at a blank."""
-    text = data.decode("utf-8", "surrogateescape")
-    at = 0
-    while len(text) - at > characters:
-        end = max(text.rfind("\n", at + characters // 2, at + characters), -1) + 1
-        if end <= 0:
-            end = text.rfind(" ", at + characters // 2, at + characters) + 1
-        end = end if end > at else at + characters
-        yield text[at:end].encode("utf-8", "surrogateescape")
-        at = end
-    if at < len(text):
-        yield text[at:].encode("utf-8", "surrogateescape")
-
-
-def identity_text(header: Header) -> str:
-    """Return a model identity for people."""
-    return json.dumps(dict(header.model), sort_keys=True)

@@ -22,10 +22,17 @@ class Mode(Enum):
     near = "near"  # packed just before the tail: every distance was trained on
 
 
-def choose_mode(wanted: str, spec: DenseSpec, largest_distance: int) -> Mode:
-    """Return the mode that `auto` means: absolute while the distance was trained on, then dca if the model has it."""
+def choose_mode(
+    wanted: str, spec: DenseSpec, largest_distance: int, near_beyond: int | None = None
+) -> Mode:
+    """Return the mode that `auto` means: absolute while the distance was trained on, then dca if the model has it.
+
+    near_beyond: a distance from which the model was seen to read worse than near by: near then; None: not known.
+    """
     if wanted != "auto":
         return Mode(wanted)
+    if near_beyond is not None and largest_distance > near_beyond:
+        return Mode.near
     trained = spec.chunked.trained if spec.chunked else spec.max_positions
     if largest_distance <= 0.95 * trained:
         return Mode.absolute

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from blake3 import blake3
@@ -51,6 +51,27 @@ def readable_text(store: Store, sentence: int) -> str:
         return ""
 
 
+class StoredTexts(Sequence[str]):
+    """All sentences of a store for people, each read when it is asked for: a long store's text is not held in RAM."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __len__(self) -> int:
+        return len(self._store.sentences)
+
+    @overload
+    def __getitem__(self, i: int) -> str: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> list[str]: ...
+
+    def __getitem__(self, i: int | slice) -> str | list[str]:
+        if isinstance(i, slice):
+            return [self[n] for n in range(*i.indices(len(self)))]
+        return readable_text(self._store, i)
+
+
 def open_lexical(store: Store) -> LexicalIndex:
     """Return the word index of a store's present commit."""
     return LexicalIndex(store.root / "lex", len(store.sentences), lambda i: readable_text(store, i))
@@ -78,6 +99,19 @@ def in_scope(store: Store, scope: str) -> Array:
         chosen = [s.id for s in store.sessions if _matches(s, kind, value)]
         allowed &= np.isin(owners, chosen)
     return allowed
+
+
+def check_scope(store: Store, scope: str) -> None:
+    """Refuse a scope that is not understood, or names a session or tag that the store has not. MemoryUsageError."""
+    in_scope(store, scope)
+    for part in scope.split("+"):
+        kind, _, value = part.partition(":")
+        if kind in ("session", "tag") and not any(_matches(s, kind, value) for s in store.sessions):
+            known = sorted({s.name if kind == "session" else s.tag for s in store.sessions} - {""})
+            raise MemoryUsageError(
+                f"memory.scope: the store has no {kind} {value!r:.80}",
+                f"it has {', '.join(known[:8]) or 'none'}",
+            )
 
 
 def _matches(session: Any, kind: str, value: str) -> bool:

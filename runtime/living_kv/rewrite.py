@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from runtime.living_kv.store import (
 
 Array = np.ndarray[Any, Any]
 ERASED_TOKEN = -1
+GROUP_TOKENS = (
+    4096  # of a rewritten commit: 120 MB of a 7B's blocks in RAM, whatever the store holds
+)
 
 
 def session_texts(store: Store) -> Iterator[tuple[Session, bytes]]:
@@ -64,7 +67,8 @@ def compact(root: Path, is_forgotten: bool) -> str:
             shutil.copytree(root / "archive", new_root / "archive")
         try:
             gone = sorted(i for i in old.tombstones if i < len(old.sentences))
-            new.append(_without(old, gone))
+            for update in _updates(old, gone):
+                new.append(update)
             if not is_forgotten and gone:
                 (new_root / "archive").mkdir(exist_ok=True)
                 number = len(list((new_root / "archive").iterdir()))
@@ -82,51 +86,72 @@ def compact(root: Path, is_forgotten: bool) -> str:
     return f"the bytes of {len(gone)} sentences are {'gone' if is_forgotten else 'in archive/'}"
 
 
-def _without(old: Store, gone: list[int]) -> Update:
-    """Return everything of a store as one update, with blanks, zeros and -1 in the place of pruned sentences."""
-    h = old.header
-    text = bytearray(old.text_range(0, old.commit.lengths["txt/000001.txt"]))
-    tokens, vectors = old.tokens().copy(), old.vectors().copy()
-    is_gone = np.zeros(old.commit.tokens, bool)
+def _updates(old: Store, gone: Sequence[int]) -> Iterator[Update]:
+    """Yield a store's contents in commits of a few blocks, blanks, zeros and -1 in the place of pruned sentences."""
+    h, sentences = old.header, old.sentences
+    is_kv = h.kind == "kv"
+    tokens, vectors = old.tokens(), old.vectors()
+    is_gone = np.zeros(old.commit.tokens if is_kv else 0, bool)
     for i in gone:
-        entry = old.sentences[i]
-        start, nbytes = int(entry["text_off"]), int(entry["text_len"])
-        text[start : start + nbytes] = b" " * nbytes
-        if h.kind == "kv":
-            lo, hi = int(entry["lo"]), int(entry["hi"])
-            is_gone[lo:hi] = True
-            tokens[lo:hi] = ERASED_TOKEN
-            vectors[i] = 0
-    blocks = []
-    for number, entry in enumerate(old.blocks):
-        first, count = int(entry["first"]), int(entry["tokens"])
-        raw = old.read_block(number)
-        assert raw is not None, "verified above"
-        payload = bytes(raw[: _payload_nbytes(old, len(raw))])
-        erased = is_gone[first : first + count]
-        if erased.any():
-            payload = _erase_rows(payload, old, count, erased)
-        blocks.append((first, count, payload))
-    tail_at = old.commit.blocks * h.block
-    tail = _erase_tail(old.tail, old, is_gone[tail_at:]) if old.tail else None
-    lines = [{k: v for k, v in s._asdict().items() if k != "is_finished"} for s in old.sessions]
-    ends = [{"id": s.id, "finished": True} for s in old.sessions if s.is_finished]
-    return Update(
-        blocks=blocks,
-        tokens=tokens.tolist(),
-        sentences=[
-            (int(s["lo"]), int(s["hi"]), int(s["text_off"]), int(s["text_len"]), int(s["session"]))
-            for s in old.sentences
-        ],
-        vectors=vectors.tobytes() if h.kind == "kv" else b"",
-        text=bytes(text),
-        sessions=[*lines, *ends],
-        tombstones=sorted(old.tombstones),
-        tail=tail,
-        hot=None
-        if gone
-        else old.read_hot(),  # the window may have seen what is gone: it is rebuilt
-    )
+        is_gone[int(sentences["lo"][i]) : int(sentences["hi"][i])] = True
+    started, block, at, is_last = 0, 0, 0, False
+    while not is_last:
+        part, first = sentences[at:], at
+        if len(part):
+            limit = int(part["lo"][0]) + GROUP_TOKENS
+            part = part[: max(1, int(np.searchsorted(part["hi"], limit, "right")))]
+        at += len(part)
+        is_last = at == len(sentences)
+        update = _texts(old, part, first, frozenset(gone))
+        if is_kv and len(part):
+            lo, hi = int(part["lo"][0]), int(part["hi"][-1])
+            update.tokens = np.where(is_gone[lo:hi], ERASED_TOKEN, tokens[lo:hi]).tolist()
+            rows = vectors[first:at].copy()
+            rows[[i - first for i in gone if first <= i < at]] = 0
+            update.vectors = rows.tobytes()
+            update.blocks = [_block(old, n, is_gone) for n in range(block, hi // h.block)]
+            block = hi // h.block
+        newest = len(old.sessions) if is_last else int(part["session"].max()) + 1
+        lines = [_line(s) for s in old.sessions[started:newest]]
+        started = max(started, newest)
+        if is_last:
+            lines += [{"id": s.id, "finished": True} for s in old.sessions if s.is_finished]
+            update.tombstones = sorted(old.tombstones)
+            if old.tail:
+                update.tail = _erase_tail(old.tail, old, is_gone[block * h.block :])
+            if not gone:  # the window may have seen what is gone: it is rebuilt
+                update.hot = old.read_hot()
+        update.sessions = lines
+        yield update
+
+
+def _texts(old: Store, part: Array, first: int, gone: frozenset[int]) -> Update:
+    """Return an update with some sentences and their text.  first: number of the first of them."""
+    if not len(part):
+        return Update()
+    start = int(part["text_off"][0])
+    text = bytearray(old.text_range(start, int(part["text_len"].sum())))
+    for i, entry in enumerate(part, first):
+        if i in gone:
+            place, nbytes = int(entry["text_off"]) - start, int(entry["text_len"])
+            text[place : place + nbytes] = b" " * nbytes
+    names = ("lo", "hi", "text_off", "text_len", "session")
+    rows = [tuple(int(entry[name]) for name in names) for entry in part]
+    return Update(sentences=rows, text=bytes(text))  # type: ignore[arg-type]
+
+
+def _line(session: Session) -> dict[str, Any]:
+    return {k: v for k, v in session._asdict().items() if k != "is_finished"}
+
+
+def _block(old: Store, number: int, is_gone: Array) -> tuple[int, int, bytes]:
+    entry = old.blocks[number]
+    first, count = int(entry["first"]), int(entry["tokens"])
+    raw = old.read_block(number)
+    assert raw is not None, "verified before"
+    payload = bytes(raw[: _payload_nbytes(old, len(raw))])
+    erased = is_gone[first : first + count]
+    return first, count, _erase_rows(payload, old, count, erased) if erased.any() else payload
 
 
 def _payload_nbytes(store: Store, raw_nbytes: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, Any]
+RANKED = 8  # best sentences that are told
 _WIDE = re.compile(
     r"\b(list|all|every|each|both|which ones|what are|все|какие|перечисли|alle|welche)\b",
     re.IGNORECASE,
@@ -21,6 +22,7 @@ class Selection:
 
     sentences: tuple[int, ...]
     ranked: tuple[int, ...]  # the best ones, best first
+    scores: tuple[float, ...]  # of these
     is_narrow: bool
     top: float
     margin: float  # over the second
@@ -88,7 +90,8 @@ def select(
             left = _take(sentence, lengths, allowed, chosen, left, min_sentence)
     return Selection(
         sentences=tuple(sorted(chosen)),
-        ranked=tuple(order[:8].tolist()),
+        ranked=tuple(order[:RANKED].tolist()),
+        scores=tuple(full[order[:RANKED]].tolist()),
         is_narrow=is_narrow,
         top=top,
         margin=margin,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -143,3 +143,18 @@ def readable(text: str) -> str:
         if not text.isascii()
         else text
     )
+
+
+def cut_pieces(data: bytes, characters: int) -> Iterator[bytes]:
+    """Cut text into pieces of at most `characters`, at a line's end where there is one, else at a blank."""
+    text = data.decode("utf-8", "surrogateescape")
+    at = 0
+    while len(text) - at > characters:
+        end = max(text.rfind("\n", at + characters // 2, at + characters), -1) + 1
+        if end <= 0:
+            end = text.rfind(" ", at + characters // 2, at + characters) + 1
+        end = end if end > at else at + characters
+        yield text[at:end].encode("utf-8", "surrogateescape")
+        at = end
+    if at < len(text):
+        yield text[at:].encode("utf-8", "surrogateescape")

@@ -33,6 +33,7 @@ from runtime.living_kv.commit import LOG_NAME, Commit, Range, Whole, scan
 from runtime.living_kv.errors import (
     DiskFullError,
     StoreLockedError,
+    StoreNotFoundError,
     StoreRefusedError,
     checksum,
 )
@@ -41,6 +42,7 @@ from runtime.units import PAGE_NBYTES, align_up, format_nbytes
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+HEADER_NAME = "HEADER.json"
 KV_FILE_NBYTES = 4 * 2**30  # a block file is closed before it grows beyond this
 BLOCK_MAGIC = b"LKVB"
 BLOCK_HEADER = struct.Struct(
@@ -166,7 +168,7 @@ class Store:
                 (root / name).mkdir(parents=True, exist_ok=True)
             raw = json.dumps(asdict(header), sort_keys=True, indent=1)
             body = {"header": json.loads(raw), "blake3": blake3(raw.encode()).hexdigest()}
-            files.replace(root / "HEADER.json", (json.dumps(body, indent=1) + "\n").encode())
+            files.replace(root / HEADER_NAME, (json.dumps(body, indent=1) + "\n").encode())
         except OSError as error:
             raise _disk_error(error, root, 0) from error
         return cls.open(root, is_writer=True)
@@ -438,17 +440,9 @@ class Store:
         for _, part in self._ranges(TEXT):
             if part.start + part.nbytes <= start or part.start >= start + nbytes:
                 continue
-            if (TEXT, part.start) in self._checked:
-                continue
-            if (
-                blake3(_read_at(self.root / TEXT, part.start, part.nbytes)).hexdigest()
-                != part.digest
-            ):
-                raise checksum(
-                    f"{TEXT}, bytes {part.start:,} to {part.start + part.nbytes:,} are not what was written",
-                    "run stages=[memory_verify] to see which sentences are lost",
-                )
-            self._checked.add((TEXT, part.start))
+            if (TEXT, part.start) not in self._checked:
+                raw = _read_at(self.root / TEXT, part.start, part.nbytes)
+                self._check_range(TEXT, part, raw)
         return _read_at(self.root / TEXT, start, nbytes)
 
     def tokens(self) -> np.ndarray[Any, Any]:
@@ -456,10 +450,26 @@ class Store:
         return np.frombuffer(self._bytes(TOKENS), "<i4")
 
     def vectors(self) -> np.ndarray[Any, Any]:
-        """Return the index vectors [sentences, vector_values] fp16."""
-        return np.frombuffer(self._bytes(VECTORS), "<f2").reshape(
-            -1, max(1, self.header.vector_values)
-        )
+        """Return the index vectors [sentences, vector_values] fp16: pages of the file, each range checked once."""
+        width = max(1, self.header.vector_values)
+        nbytes = self.commit.lengths.get(VECTORS, 0)
+        if not nbytes:
+            return np.zeros((0, width), "<f2")
+        raw = memoryview(self._map(VECTORS))
+        for file, part in self._ranges(VECTORS):
+            self._check_range(file, part, raw[part.start : part.start + part.nbytes])
+        return np.frombuffer(raw[:nbytes], "<f2").reshape(-1, width)
+
+    def _check_range(self, file: str, part: Range, raw: bytes | memoryview) -> None:
+        """Compare committed bytes with their digest, once. Raises StoreRefusedError."""
+        if (file, part.start) in self._checked:
+            return
+        if blake3(raw).hexdigest() != part.digest:
+            raise checksum(
+                f"{file}, bytes {part.start:,} to {part.start + part.nbytes:,} are not what was written",
+                "run stages=[memory_verify] to see which sentences are lost",
+            )
+        self._checked.add((file, part.start))
 
     def read_hot(self) -> bytes | None:
         """Return the exact snapshot of the last commit; None if there is none, or it is damaged."""
@@ -566,11 +576,14 @@ def _short_file(root: Path, commit: Commit) -> str:
 
 
 def _read_header(root: Path) -> Header:
-    path = root / "HEADER.json"
+    path = root / HEADER_NAME
     if not path.exists():
-        raise UserError(
+        backup = root.with_name(root.name + ".bak")
+        raise StoreNotFoundError(
             f"there is no store at {root}",
-            "check memory.store, or make it with stages=[memory_ingest]",
+            f"a rewrite was stopped between two renames: rename {backup} to {root.name}"
+            if (backup / HEADER_NAME).exists()
+            else "check memory.store, or make it with stages=[memory_ingest]",
         )
     hint = "restore HEADER.json from a copy: it says how the store is read"
     try:
@@ -587,7 +600,7 @@ def _read_header(root: Path) -> Header:
             )
         return Header(**{**data, "index_layers": tuple(data["index_layers"])})
     except (ValueError, KeyError, TypeError) as error:
-        raise checksum(f"{path} is damaged: {error}", hint) from error
+        raise checksum(f"{root.name}/{HEADER_NAME} is damaged: {error}", hint) from error
 
 
 def _take_lock(root: Path) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from runtime.living_kv.errors import MemoryUsageError
 from runtime.living_kv.quote import open_lexical
 from runtime.living_kv.sentences import byte_offsets, split_text, to_token_spans
-from runtime.living_kv.store import TEXT, Header, Store, Update, new_store_id
+from runtime.living_kv.store import HEADER_NAME, TEXT, Header, Store, Update, new_store_id
 
 
 def text_header() -> Header:
@@ -34,7 +34,7 @@ def ingest_text(
         raise MemoryUsageError(
             "there is no text to take in", "give a file with text: memory.file=notes.txt"
         )
-    exists = (root / "HEADER.json").exists()
+    exists = (root / HEADER_NAME).exists()
     store = Store.open(root, is_writer=True) if exists else Store.create(root, text_header())
     try:
         if store.header.kind != "text":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -11,7 +12,7 @@ from kernels import reference as ops
 from runtime.models.buffers import appended
 from runtime.models.dense_weights import DenseSpec
 
-SCORES_NBYTES = 2**28  # of fp32 scores that one call holds at once
+SCORES_NBYTES = 2**26  # of fp32 scores that one call holds at once
 
 
 class KvState(Protocol):
@@ -77,6 +78,21 @@ class DenseState:
 
     def observe(self, layer: int, hidden: Tensor) -> None:
         """Nothing is kept of it."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return a copy of everything that decides the next tokens, as flat tensors in RAM."""
+        out = {"position": torch.tensor([self.position])}
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            out[f"keys.{layer}"] = keys[: self.position].to("cpu", copy=True)
+            out[f"values.{layer}"] = values[: self.position].to("cpu", copy=True)
+        return out
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Become the conversation that `tensors` was copied from."""
+        self.position = int(tensors["position"])
+        for name, buffers in (("keys", self.keys), ("values", self.values)):
+            for layer in range(len(buffers)):
+                buffers[layer] = tensors[f"{name}.{layer}"].to(self._device, copy=True)
 
     def end(self) -> None:
         self.position += self._count

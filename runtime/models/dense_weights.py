@@ -1,25 +1,29 @@
 """Dense checkpoints in the Hugging Face layout: their configuration, their tensors by name, one record a layer.
 
 Knows Llama, Mistral, Qwen2 and Qwen3 with full attention. Every tensor is a resident, a part of a layer, or left out
-for a stated reason; one that is none of these is refused.
+for a stated reason; one that is none of these is refused. A quantised copy of a checkpoint has the same names, and a
+matrix's scales beside it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runtime.checkpoint import Checkpoint, CheckpointError, Extent, TensorInfo
+from conf.schema import Weights
+from kernels.formats import NVFP4_GROUP
+from runtime.checkpoint import Checkpoint, CheckpointError
 from runtime.errors import UserError
-from runtime.experts.layout import ExpertKey, Span, aligned_spans
+from runtime.experts.layout import ExpertKey, Span
+from runtime.experts.tensor_runs import Part, lay_out
 
 FLOATS = ("BF16", "F16", "F32")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+LAYERS_NAME = "model.safetensors"  # of a quantised copy: its layers, and the head
 _LEFT_OUT = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # computed here
 
 
@@ -160,21 +164,60 @@ class DenseSpec:
         return shapes
 
 
+class Entry(NamedTuple):
+    """A tensor as a file must have it."""
+
+    dtypes: tuple[str, ...]  # any of them
+    shape: tuple[int, ...]
+
+
+def entries(name: str, shape: tuple[int, ...], weights: Weights) -> dict[str, Entry]:
+    """Return the tensors that one tensor of a release becomes: itself, or codes and scales of a matrix [N, K].
+
+    Raises UserError for a matrix that the format cannot hold.
+    """
+    if weights is Weights.stored or len(shape) == 1:
+        return {name: Entry(FLOATS, shape)}
+    rows, columns = shape
+    if weights is Weights.int8_rows or name == HEAD:
+        return {name: Entry(("I8",), shape), f"{name}_scale": Entry(("F32",), (rows,))}
+    if columns % NVFP4_GROUP:
+        raise UserError(
+            f"{name} has rows of {columns} numbers, NVFP4 needs a multiple of {NVFP4_GROUP}",
+            "set model.weights=int8_rows",
+        )
+    return {
+        name: Entry(("U8",), (rows, columns // 2)),
+        f"{name}_scale": Entry(("F8_E4M3",), (rows, columns // NVFP4_GROUP)),
+        f"{name}_global": Entry(("F32",), (1,)),
+    }
+
+
+def layer_entries(spec: DenseSpec, weights: Weights) -> dict[str, Entry]:
+    """Return name within a layer -> what its file must have, in the order of use."""
+    return {
+        part: entry
+        for name, shape in spec.layer_shapes().items()
+        for part, entry in entries(name, shape, weights).items()
+    }
+
+
+def head_entries(spec: DenseSpec, weights: Weights) -> dict[str, Entry]:
+    """Return what a quantised copy holds beside its layers: the head. A tied head has a copy of its own there."""
+    return entries(HEAD, (spec.vocab_size, spec.hidden), weights)
+
+
+def format_of(checkpoint: Checkpoint) -> Weights:
+    """Return how a file keeps its matrices, by the first of them."""
+    info = checkpoint.info("model.layers.0.self_attn.q_proj.weight")
+    return {"I8": Weights.int8_rows, "U8": Weights.nvfp4}.get(info.dtype, Weights.stored)
+
+
 def _unsupported(key: str, found: Any, wanted: Any) -> UserError:
     return UserError(
         f"config.json has {key}={found!r}, this engine's dense family supports {wanted!r}",
         "use a checkpoint with grouped-query attention over all positions and plain rotary embeddings",
     )
-
-
-class Part(NamedTuple):
-    """Where a tensor lies in its layer's record."""
-
-    name: str  # within the layer
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
 
 
 class LayerLayout:
@@ -188,18 +231,19 @@ class LayerLayout:
     def __init__(self, checkpoint: Checkpoint, spec: DenseSpec) -> None:
         """Find all tensors, checked for dtype and shape. Raises CheckpointError for one missing or not expected."""
         self.num_experts = spec.depth
-        shapes = spec.layer_shapes()
+        self.weights = format_of(checkpoint)
+        wanted = layer_entries(spec, self.weights)
         layers = [
-            [checkpoint.info(f"model.layers.{i}.{n}", FLOATS, s) for n, s in shapes.items()]
+            [checkpoint.info(f"model.layers.{i}.{n}", *entry) for n, entry in wanted.items()]
             for i in range(spec.depth)
         ]
-        _account(checkpoint, spec, {info.name for layer in layers for info in layer})
+        _account(checkpoint, spec, self.weights, {info.name for layer in layers for info in layer})
         self._files = tuple(sorted({info.extent.file for layer in layers for info in layer}))
         index = {file: i for i, file in enumerate(self._files)}
         self._spans: list[tuple[Span, ...]] = []
         self._parts: list[tuple[Part, ...]] = []
         for i, infos in enumerate(layers):
-            spans, parts = _lay_out(infos, index, f"model.layers.{i}.")
+            spans, parts = lay_out(infos, index, f"model.layers.{i}.")
             self._spans.append(spans)
             self._parts.append(parts)
         self.record_nbytes = max(spans[-1].dest + spans[-1].nbytes for spans in self._spans)
@@ -217,33 +261,10 @@ class LayerLayout:
         return self._parts[layer]
 
 
-def _lay_out(
-    infos: list[TensorInfo], index: Mapping[Path, int], prefix: str
-) -> tuple[tuple[Span, ...], tuple[Part, ...]]:
-    """Join tensors that touch into runs, and say where each comes to lie."""
-    ordered = sorted(infos, key=lambda info: (index[info.extent.file], info.extent.offset))
-    runs: list[list[TensorInfo]] = [ordered[:1]]
-    for a, b in itertools.pairwise(ordered):
-        touches = b.extent[:2] == (a.extent.file, a.extent.offset + a.extent.nbytes)
-        if touches:
-            runs[-1].append(b)
-        else:
-            runs.append([b])
-    extents = [Extent(*run[0].extent[:2], sum(info.extent.nbytes for info in run)) for run in runs]
-    spans = aligned_spans([(index[extent.file], extent) for extent in extents])
-    places = {
-        info.name: span.dest + info.extent.offset - span.offset
-        for span, run in zip(spans, runs, strict=True)
-        for info in run
-    }
-    return spans, tuple(
-        Part(i.name.removeprefix(prefix), i.dtype, i.shape, places[i.name], i.extent.nbytes)
-        for i in infos
-    )
-
-
-def _account(checkpoint: Checkpoint, spec: DenseSpec, in_layers: set[str]) -> None:
-    known = in_layers | spec.resident_shapes().keys() | ({HEAD} if spec.is_tied else set())
+def _account(
+    checkpoint: Checkpoint, spec: DenseSpec, weights: Weights, in_layers: set[str]
+) -> None:
+    known = in_layers | spec.resident_shapes().keys() | head_entries(spec, weights).keys()
     odd = [n for n in checkpoint.tensors if n not in known and not _LEFT_OUT.fullmatch(n)]
     if odd:
         raise CheckpointError(

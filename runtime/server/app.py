@@ -288,7 +288,12 @@ class _Routes:
                     logprobs.append(message.logprobs)
             elif isinstance(message, Finished):
                 return answer.whole(
-                    events, logprobs, message.reason, message.usage, message.timings
+                    events,
+                    logprobs,
+                    message.reason,
+                    message.usage,
+                    message.timings,
+                    message.memory,
                 )
             else:
                 raise message.error
@@ -323,7 +328,7 @@ class _Routes:
                     beats.sent()
                     yield frames
             elif isinstance(message, Finished):
-                yield answer.last(message.reason, message.usage, message.timings)
+                yield answer.last(message.reason, message.usage, message.timings, message.memory)
                 return
             else:
                 self._worker.metrics.failed(message.error.code or "error")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from runtime.errors import ContextLengthError, DeviceError, UserError, VerificationError
+from runtime.living_kv.errors import MemoryUsageError, StoreNotFoundError, StoreRefusedError
 
 RETRY_AFTER_S = 2  # clients wait this long after 429 and after 503 while loading; above 120 they give up at once
 
@@ -58,6 +59,12 @@ class ApiError(Exception):
             return cls(400, message, "context_length_exceeded", "messages", **sizes)
         if isinstance(error, (DeviceError, VerificationError)):  # the request is not to blame
             return cls.internal(error)
+        if isinstance(error, StoreNotFoundError):
+            return cls(404, f"{error.message}; {error.hint}", "memory_store_not_found", "memory")
+        if isinstance(error, StoreRefusedError):
+            return cls(400, f"{error.message}; {error.hint}", "memory_store_refused", "memory")
+        if isinstance(error, MemoryUsageError):
+            return cls(400, f"{error.message}; {error.hint}", "invalid_value", "memory")
         if isinstance(error, UserError):
             message = f"{error.message}; {error.hint}" if error.hint else error.message
             return cls(400, message, "invalid_request")

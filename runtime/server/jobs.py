@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ class Finished:
     reason: str
     usage: Usage
     timings: dict[str, Any]
+    memory: dict[str, Any] | None = None  # how a memory came to the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class Job:
     loop: asyncio.AbstractEventLoop
     shared: int | None = None  # tokens that a next prompt of the conversation begins with
     starts_in_reasoning: bool = False
+    question: str | None = None  # for a memory, instead of the prompt
+    memory: Mapping[str, Any] = field(default_factory=dict)  # the request's field
     messages: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
     is_cancelled: threading.Event = field(default_factory=threading.Event)
     created: float = field(default_factory=time.perf_counter)

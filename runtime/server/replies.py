@@ -99,9 +99,16 @@ class _Answer(ABC):
     ) -> bytes:
         """Return the frames of some parts; `extra` fields go with the first of them."""
 
-    def last(self, reason: str, usage: Usage, timings: Mapping[str, Any]) -> bytes:
+    def last(
+        self,
+        reason: str,
+        usage: Usage,
+        timings: Mapping[str, Any],
+        memory: Mapping[str, Any] | None = None,
+    ) -> bytes:
         """Return the finishing frames: reason, usage if it was asked for, end mark."""
-        frames = self._chunk(self._last_choice(self.finish_reason(reason)), {"timings": timings})
+        extra = {"timings": timings} | _memory(memory)
+        frames = self._chunk(self._last_choice(self.finish_reason(reason)), extra)
         if self.options.wants_usage:
             frames += frame({**self._head(self.chunk_kind), "choices": [], "usage": usage.body()})
         return frames + DONE
@@ -117,6 +124,7 @@ class _Answer(ABC):
         reason: str,
         usage: Usage,
         timings: Mapping[str, Any],
+        memory: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
         return {
@@ -124,6 +132,7 @@ class _Answer(ABC):
             "choices": [self._whole_choice(list(events), logprobs, reason)],
             "usage": usage.body(),
             "timings": dict(timings),
+            **_memory(memory),
         }
 
     def finish_reason(self, reason: str) -> str:
@@ -245,6 +254,10 @@ class ChatAnswer(_Answer):
     ) -> bytes:
         choice = {"delta": dict(delta), "finish_reason": None, "logprobs": _chat_logprobs(logprobs)}
         return self._chunk(choice, extra)
+
+
+def _memory(found: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {} if found is None else {"memory": dict(found)}
 
 
 def _chat_logprobs(logprobs: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:

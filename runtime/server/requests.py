@@ -99,6 +99,7 @@ class ChatBody(_Common):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    memory: dict[str, Any] | None = None
 
 
 class CompletionBody(_Common):
@@ -163,6 +164,12 @@ class ChatRequest(Request):
     forced: str | None = (
         None  # the tool that must be called; "" is any of them; None: the model decides
     )
+    memory: Mapping[str, Any] | None = None  # the store that answers, and how: see `question`
+
+    @property
+    def question(self) -> str:
+        """What a memory is asked: the user's last message. Earlier turns are no part of it."""
+        return str(self.messages[-1]["content"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,9 +198,12 @@ def parse_chat(raw: bytes, models: ModelIds) -> ChatRequest:
     model, thinks = models.resolve(body.model)
     options = _options(body, thinks, models.can_think)
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    messages = parse_messages(body.messages)
+    _check_memory(body, messages, options)
     return ChatRequest(
-        messages=parse_messages(body.messages),
+        messages=messages,
         options=options,
+        memory=body.memory,
         forced=_forced(body.tool_choice, options),
         logprobs=_chat_logprobs(body),
         **_common(body, model, limit_name),
@@ -291,11 +301,12 @@ _CHAT_NEUTRAL = _NEUTRAL | {
     "modalities": (["text"],),
     "audio": (),
 }
-_COMPLETION_NEUTRAL = _NEUTRAL | {"suffix": ("",)}
+_COMPLETION_NEUTRAL = _NEUTRAL | {"suffix": ("",), "memory": ()}
 _INSTEAD = {
     "functions": ": send tools",
     "function_call": ": send tool_choice",
     "n": ": send the request several times",
+    "memory": ": send messages to /v1/chat/completions",
     "response_format": ": ask for the format in the messages",
 }
 
@@ -424,6 +435,21 @@ def _tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> tuple[Mapp
             )
         check_text(json.dumps(tool, ensure_ascii=False), f"tools[{i}]")
     return () if choice == "none" else tuple(tools or ())
+
+
+def _check_memory(
+    body: ChatBody, messages: Sequence[Mapping[str, Any]], options: ChatOptions
+) -> None:
+    """Refuse what an answer out of a store cannot do. What stands in the field is the memory's business."""
+    if body.memory is None:
+        return
+    for name, is_asked in (("tools", bool(options.tools)), ("logprobs", bool(body.logprobs))):
+        if is_asked:
+            raise bad(f"memory with {name} is not supported: leave one out", name, "unsupported")
+    if options.thinking:
+        raise bad("memory answers without thinking: leave one out", "memory", "unsupported")
+    if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
+        raise bad("memory needs a question: end with a user's message that has text", "messages")
 
 
 def _forced(choice: Any, options: ChatOptions) -> str | None:

@@ -7,16 +7,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from runtime.answers import Content, Reasoning, ToolCall
 from runtime.engine import Engine
+from runtime.errors import UserError
 from runtime.hardware import is_device_fault
 from runtime.sampling import SamplingParams, TokenLogprob
-from runtime.server.errors import ApiError
+from runtime.server.errors import ApiError, bad
 from runtime.server.jobs import Failed, Finished, Job, JobQueue, Part
 from runtime.server.metrics import EngineFigures, Metrics
 from runtime.server.replies import Alternative, TokenLogprobs, Usage
@@ -50,6 +51,41 @@ class Served:
         return f"nvmoe-{self.version}-{(self.commit or 'unknown')[:10]}-{self.revision[:12]}"
 
 
+class Remembers(Protocol):
+    """What answers a request's `memory` field."""
+
+    def check(self, field: Mapping[str, Any]) -> None:
+        """Raise UserError for what cannot be answered. From any thread."""
+
+    def answer(
+        self,
+        field: Mapping[str, Any],
+        question: str,
+        params: SamplingParams,
+        after_layer: Callable[[], None],
+    ) -> Recalled: ...
+
+    def close(self) -> None: ...
+
+
+class Recalled(Protocol):
+    """An answer out of a memory."""
+
+    @property
+    def shown(self) -> str: ...
+
+    @property
+    def tokens(self) -> list[int]: ...
+
+    @property
+    def finish(self) -> str: ...
+
+    @property
+    def asked_tokens(self) -> int: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
 class Worker:
     """Loads the engine in its own thread, then answers one job after the other."""
 
@@ -61,19 +97,23 @@ class Worker:
         max_waiting: int,
         on_failure: Callable[[], None],
         max_batch: int = 1,
+        open_memory: Callable[[Engine], Remembers] | None = None,
     ) -> None:
         """on_failure: called in the worker's thread when the engine is lost; `failure` says why.
 
-        max_batch: conversations that the engine decodes together.
+        max_batch: conversations that the engine decodes together.  open_memory: None where no request may have a
+        `memory` field.
         """
         self.served = served
         self._open_engine, self._open_store, self._on_failure = open_engine, open_store, on_failure
+        self._open_memory = open_memory
         self._queue = JobQueue(max_waiting, max_batch)
         self._max_batch = max_batch
         self._is_stopping, self._is_loaded = threading.Event(), threading.Event()
         self._sessions: list[Session] = []  # those that are free, the one used longest ago first
         self._at_work: dict[Job, Session] = {}
         self._store: SnapshotStore | None = None
+        self._memory: Remembers | None = None
         self._recent: deque[dict[str, Any]] = deque(maxlen=KEPT_REQUESTS)
         self._started = time.time()
         self.engine: Engine | None = None
@@ -113,6 +153,14 @@ class Worker:
         assert engine is not None, "check_ready was asked"
         params = _sampling(engine.default_sampling(), request)
         if isinstance(request, ChatRequest):
+            if request.memory is not None:
+                if self._memory is None:
+                    raise bad("this server has no memory", "memory", "unsupported")
+                self._memory.check(request.memory)
+                return Job(
+                    name, request.model, [], params, codec.plain_parser(), loop,
+                    question=request.question, memory=request.memory,
+                )  # fmt: skip
             prompt = codec.encode_chat(request.messages, request.options)
             engine.check_prompt(prompt)
             parser = codec.parser(request.options)
@@ -264,6 +312,7 @@ class Worker:
         try:
             self._store = store = self._open_store(engine)
             self._sessions = [Session(engine, store) for _ in range(self._max_batch)]
+            self._memory = None if self._open_memory is None else self._open_memory(engine)
             self.engine = engine
             self._is_loaded.set()
             if engine.shared is None:
@@ -274,6 +323,8 @@ class Worker:
         except BaseException as error:  # noqa: BLE001 - as above
             self._lose(error)
         finally:
+            if self._memory is not None:
+                self._memory.close()
             engine.close()
 
     def _serve_alone(self) -> None:
@@ -321,20 +372,15 @@ class Worker:
     def _generate(self, session: Session, job: Job) -> None:
         job.started = time.perf_counter()
         self.metrics.queued.observe(job.started - job.created)
-        tokens: list[TokenStats] = []
-        counter = _ReasoningCounter(job.starts_in_reasoning)
-        watch = _Watch(job, session)
+        if job.question is not None:
+            self._guarded(session, job, lambda: self._recall(job, job.question or ""))
+        else:
+            self._guarded(session, job, lambda: self._continue(session, job))
+
+    def _guarded(self, session: Session, job: Job, work: Callable[[], None]) -> None:
+        """Do a job; whatever goes wrong ends it with an error, a lost device ends the service too."""
         try:
-            for piece in session.generate(
-                job.prompt, job.params, watch.is_cancelled, job.parser, job.shared
-            ):
-                self._count(job, piece)
-                counter.count(piece)
-                if piece.stats is not None:
-                    tokens.append(piece.stats)
-                job.send(self._part(piece, session))
-                if piece.finish is not None:
-                    self._finish(session, job, tokens, piece.finish.value, counter.tokens)
+            work()
         except Cancelled:
             job.send(Failed(ApiError(503, "the server is shutting down", "shutting_down")))
         except Exception as error:
@@ -344,6 +390,53 @@ class Worker:
                 raise
             session.reset()
             job.send(Failed(ApiError.internal(error)))
+
+    def _continue(self, session: Session, job: Job) -> None:
+        tokens: list[TokenStats] = []
+        counter = _ReasoningCounter(job.starts_in_reasoning)
+        watch = _Watch(job, session)
+        for piece in session.generate(
+            job.prompt, job.params, watch.is_cancelled, job.parser, job.shared
+        ):
+            self._count(job, piece)
+            counter.count(piece)
+            if piece.stats is not None:
+                tokens.append(piece.stats)
+            job.send(self._part(piece, session))
+            if piece.finish is not None:
+                self._finish(session, job, tokens, piece.finish.value, counter.tokens)
+
+    def _recall(self, job: Job, question: str) -> None:
+        """Answer out of a store, in one part: until its end is known, a quote may still take its place."""
+        assert self._memory is not None, "it was refused before"
+        assert job.started is not None
+
+        def go_on() -> None:
+            if job.is_cancelled.is_set():
+                raise Cancelled
+
+        try:
+            found = self._memory.answer(job.memory, question, job.params, go_on)
+        except UserError as error:  # the store may have changed while the request waited
+            job.send(Failed(ApiError.of(error)))
+            return
+        job.first_token, job.count = time.perf_counter(), len(found.tokens)
+        job.send(Part([Content(found.shown)], None, None))
+        prompt, took_s = found.asked_tokens, job.first_token - job.started
+        timings = {
+            "cache_n": 0,
+            "prompt_n": prompt,
+            "predicted_n": job.count,
+            "memory_ms": round(took_s * 1e3, 3),
+            "queue_ms": round((job.started - job.created) * 1e3, 3),
+            "ttft_ms": round((job.first_token - job.created) * 1e3, 3),
+        }
+        facts = {key: value for key, value in found.to_dict().items() if key != "answer"}
+        job.send(Finished(found.finish, Usage(prompt, 0, job.count), timings, facts))
+        self._count_answer(job, found.finish, prompt, 0, timings)
+        log.info(
+            "%s %s: from memory in %.0f ms, %s", job.name, job.model, took_s * 1e3, found.finish
+        )
 
     def _count(self, job: Job, piece: Piece) -> None:
         now = time.perf_counter()
@@ -374,6 +467,23 @@ class Worker:
         usage = Usage(prompt, cached, job.count, reasoning)
         job.send(Finished(reason, usage, timings))
         metrics = self.metrics
+        metrics.decode.observe(decode_s)
+        metrics.prompt_speed.set(summary.prefill_tok_s)
+        metrics.speed.set(summary.decode_tok_s)
+        metrics.read_rate.set(summary.read_nbytes_per_token * summary.decode_tok_s)
+        self._count_answer(job, reason, prompt, cached, timings)
+        log.info(
+            "%s %s: prompt %d tokens (%d cached) at %.0f tok/s, answer %d tokens at %.2f tok/s, first token after "
+            "%.0f ms, %s",
+            job.name, job.model, prompt, cached, summary.prefill_tok_s, job.count, summary.decode_tok_s,
+            (job.first_token - job.created) * 1e3, reason,
+        )  # fmt: skip
+
+    def _count_answer(
+        self, job: Job, reason: str, prompt: int, cached: int, timings: dict[str, Any]
+    ) -> None:
+        """Count what every finished answer has."""
+        metrics = self.metrics
         metrics.finished(reason)
         metrics.prompt_tokens.inc(prompt)
         metrics.asked_tokens.inc(prompt)
@@ -381,20 +491,10 @@ class Worker:
         metrics.generated.inc(job.count)
         metrics.prompt_sizes.observe(prompt)
         metrics.answer_sizes.observe(job.count)
-        metrics.decode.observe(decode_s)
         metrics.e2e.observe(time.perf_counter() - job.created)
-        metrics.prompt_speed.set(summary.prefill_tok_s)
-        metrics.speed.set(summary.decode_tok_s)
-        metrics.read_rate.set(summary.read_nbytes_per_token * summary.decode_tok_s)
         self._recent.append(
             {"id": job.name, "model": job.model, "finish_reason": reason, **timings}
         )
-        log.info(
-            "%s %s: prompt %d tokens (%d cached) at %.0f tok/s, answer %d tokens at %.2f tok/s, first token after "
-            "%.0f ms, %s",
-            job.name, job.model, prompt, cached, summary.prefill_tok_s, job.count, summary.decode_tok_s,
-            (job.first_token - job.created) * 1e3, reason,
-        )  # fmt: skip
 
 
 class _Watch:
@@ -497,6 +597,6 @@ def _engine_facts(engine: Engine) -> dict[str, Any]:
         "io_direct": engine.is_direct,
         "drive_gib_s": engine.drive_gib_s,
         "prefill_tokens": engine.prefill_tokens,
-        "has_drafts": engine.drafting is not None,
+        "drafts": None if engine.drafting is None else engine.drafting.report(),
         "sampling": asdict(engine.default_sampling()),
     }

@@ -8,6 +8,7 @@ One JSON line at each length; then a new process answers a question from the sto
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -21,7 +22,8 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from conf.schema import AnswerMode, MemoryConfig, Template
-from runtime.living_kv.memory import Memory, new_header
+from runtime.living_kv.identity import new_header
+from runtime.living_kv.memory import Memory
 from runtime.living_kv.store import Store
 from runtime.models.dense import open_codec
 from runtime.sampling import SamplingParams
@@ -37,13 +39,11 @@ def settings() -> MemoryConfig:
     )  # fmt: skip
 
 
-def rss_mib() -> float:
-    fields = dict(
-        line.split(":", 1)
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if ":" in line
-    )
-    return int(fields["VmRSS"].split()[0]) / 1024
+def resident_mib() -> dict[str, float]:
+    """Return what is in RAM: anonymous memory, and pages of mapped files, which the kernel takes back as it needs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return {name: int(fields[name].split()[0]) / 1024 for name in ("RssAnon", "RssFile")}
 
 
 def resume(snapshot: Path, root: Path) -> None:
@@ -89,10 +89,15 @@ def main() -> None:
         started = time.perf_counter()
         answer = memory.ask(QUESTION, SamplingParams(temperature=0, max_tokens=1))
         ask_ms = (time.perf_counter() - started) * 1e3
+        gc.collect()
+        resident = resident_mib()
+
         blocks = store.commit.lengths["kv/000001.kvb"] / store.commit.blocks / store.header.block
         row = {
             "tokens": store.commit.tokens, "hot_bytes": memory.hot_nbytes, "cold_ram_bytes": memory.cold.nbytes,
-            "rss_mib": round(rss_mib()), "kv_bytes_per_token": round(blocks, 1),
+            "anonymous_mib": round(resident["RssAnon"], 1), "mapped_mib": round(resident["RssFile"], 1),
+            "index_bytes": memory.index.nbytes, "index_computed": len(store.sentences) * store.header.vector_values * 4,
+            "sentences": len(store.sentences), "kv_bytes_per_token": round(blocks, 1),
             "computed": memory.codec.payload_nbytes(64) / 64, "ask_ms": round(ask_ms), "token": answer.tokens,
         }  # fmt: skip
         print(json.dumps(row), flush=True)

@@ -16,6 +16,7 @@ import pytest
 from conf.schema import AnswerMode, PositionMode, Template
 from runtime.living_kv import confidence as sure
 from runtime.living_kv.store import Store
+from runtime.living_kv.text_store import ingest_text
 from runtime.sampling import SamplingParams
 from tests.data.recall_model.make import FILLER, NAMES, NUMBERS
 from tests.dense_models import open_dense
@@ -129,6 +130,56 @@ def test_text_stores_need_no_torch(tmp_path):
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == r"b'The heron nests by the weir. The otter sleeps.\n' False"
+
+
+def test_a_thousand_quotes_are_the_bytes_of_the_source_in_a_process_without_torch(tmp_path):
+    texts = sorted((ROOT / "runtime" / "bundled" / "tiny-qwen").glob("heldout_*.txt"))
+    text = b"\n".join(path.read_bytes() for path in texts + texts)
+    (tmp_path / "source.txt").write_bytes(text)
+    ingest_text(tmp_path / "s", text, "source")
+    code = (
+        "import random, sys; from pathlib import Path; from blake3 import blake3\n"
+        "from runtime.living_kv.quote import quote_sentences; from runtime.living_kv.store import Store\n"
+        f"store = Store.open(Path({str(tmp_path / 's')!r}))\n"
+        f"source = Path({str(tmp_path / 'source.txt')!r}).read_bytes()\n"
+        "ids = random.Random(1).sample(range(len(store.sentences)), 1000)\n"
+        "found = quote_sentences(store, ids, [0.0] * 1000)\n"
+        "same = sum(q.text == source[q.byte_offset : q.byte_offset + len(q.text)] for q in found)\n"
+        "hashed = sum(blake3(q.text).hexdigest() == q.digest for q in found)\n"
+        "print(len(found), same, hashed, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["1000", "1000", "1000", "False"]
+
+
+def test_twenty_sessions_in_one_store_never_speak_for_each_other(tmp_path):
+    """Facts of the same form in every session: in a session's scope nothing of another one is found."""
+    facts, absent = some_facts(40)
+    names = list(facts)
+    settings = config(
+        window=128, chunk=64, budget=64, template=Template.none, mode=AnswerMode.kv, position=PositionMode.near
+    )  # fmt: skip
+    model = open_dense(MODEL)
+    memory = open_memory(MODEL, tmp_path / "s", settings, model)
+    for i in range(20):
+        mine = {name: facts[name] for name in names[2 * i : 2 * i + 2]}
+        memory.ingest(document(mine, 60, seed=i).encode(), f"session {i}")
+    memory.close()
+    memory = open_memory(MODEL, tmp_path / "s", settings, model, is_writer=False)
+    owners, params = memory.store.sentences["session"], SamplingParams(temperature=0, max_tokens=1)
+    right = 0
+    for i in range(20):
+        memory.config.scope = f"session:session {i}"
+        for name in (names[2 * i], names[(2 * i + 2) % 40], absent[i]):
+            found = memory.find(f"code of {name}")
+            assert {int(owners[s]) for s in (*found.sentences, *found.ranked)} == {i}
+        answer = memory.ask(f"code of {names[2 * i]}", params)
+        assert {q["session"] for q in answer.sentences} == {f"session {i}"}
+        right += answer.text.strip() == facts[names[2 * i]]
+    assert right >= 15  # the small model misses some even of what it was given
+    memory.close()
 
 
 def test_a_killed_ingest_goes_on_and_ends_as_if_nothing_had_been(tmp_path):

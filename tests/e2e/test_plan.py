@@ -241,3 +241,13 @@ def test_a_full_disk_is_told_by_plan(tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "available_ram_nbytes", lambda: (2**34, "a test"))
     with pytest.raises(UserError, match=r"too little"):
         plan(make_runner(tmp_path, "hw=cpu"), tmp_path)
+
+
+def test_a_dense_model_has_a_memory_plan_and_no_speed(tmp_path, capsys):
+    """The laws are of routed experts: nothing is said where nothing is known."""
+    runner = make_runner(tmp_path, "model=qwen25_7b_1m", "model.weights=nvfp4", "hw=rtx5060")
+    runner.run(["plan"])
+    told = capsys.readouterr().out
+    assert "28 experts" in told.split("VRAM")[1]
+    assert "2 experts" in told.split("passing")[1]
+    assert "speed: not known, the laws are of routed experts" in told

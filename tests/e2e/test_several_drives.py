@@ -280,6 +280,15 @@ def test_force_packs_anew_and_leaves_no_old_part(tmp_path, outputs):
         (["hw.drives=[{},{}]", "hw.drive.window=32", "hw.drive.pieces=8"], "512 reader threads"),
         (["hw.drives=[{},{}]", "model=tiny_deepseek"], "set hw.spread=mirror"),
         (["stages=[mirror]"], r"stages=\[mirror\] is not for model=tiny"),
+        (
+            [
+                "hw.drives=[{},{}]",
+                "hw.spread=mirror",
+                "model=dense_synthetic",
+                "model.weights=nvfp4",
+            ],
+            "not of model.weights=nvfp4",
+        ),
     ],
 )
 def test_what_cannot_be_meant(tmp_path, overrides, said):

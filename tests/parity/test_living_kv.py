@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from conf.schema import KvCodec, PositionMode, Template
 from runtime.living_kv.codec import Codec
 from runtime.living_kv.hot import HotState
-from runtime.living_kv.positions import dca_attention, move, near_steps
+from runtime.living_kv.positions import Mode, choose_mode, dca_attention, move, near_steps
 from runtime.living_kv.select import Selection
-from runtime.models.dense_weights import ChunkedPositions
+from runtime.models.dense_weights import ChunkedPositions, DenseSpec
 from runtime.models.rope import rope_tables, rotate
-from tests.dense_models import open_dense
+from tests.dense_models import QWEN25_7B, open_dense
 from tests.living import config, make_snapshot, open_memory, words
 
 QUESTIONS = [
@@ -107,7 +107,7 @@ def test_the_order_in_which_sentences_were_chosen_does_not_show(snapshot, tmp_pa
     memory = ingested(snapshot, tmp_path / "s", tokens=400)
     a, b = ((30, 3, 12), (12, 30, 3))
     outs = [
-        memory.attend(memory.prompt("w005 w006?"), Selection(s, s, False, 1, 1, 1, 1, 1))
+        memory.attend(memory.prompt("w005 w006?"), Selection(s, s, (1.0,), False, 1, 1, 1, 1, 1))
         for s in (a, b)
     ]
     assert torch.equal(*outs)
@@ -219,7 +219,7 @@ def test_near_answers_are_those_of_a_short_text(snapshot, tmp_path):
         snapshot, tmp_path / "s", codec=KvCodec.fp32, position=PositionMode.near, sinks=0
     )
     (lo, hi) = (int(memory.store.sentences[k][5]) for k in ("lo", "hi"))
-    memory.attend(memory.prompt("w005 w006?"), Selection((5,), (5,), True, 1, 1, 1, 1, 1))
+    memory.attend(memory.prompt("w005 w006?"), Selection((5,), (5,), (1.0,), True, 1, 1, 1, 1, 1))
     scratch = memory.scratch
     rows = slice(scratch._first, scratch._hot_at)
     cold, _, _ = memory.cold.fetch([(lo, hi)])
@@ -250,3 +250,41 @@ def test_arena_bytes_are_flat_and_the_store_grows_as_computed(snapshot, tmp_path
     assert at[-1] == memory.store.commit.blocks * -(-record // 4096) * 4096
     assert np.isclose(memory.codec.payload_nbytes(64) / 64, 3 * 2 * (2 * 16 + 2 * 16 / 64 + 2))
     memory.close()
+
+
+def test_auto_positions_follow_the_distance_and_the_model():
+    chunked = DenseSpec.from_config(QWEN25_7B)
+    plain = DenseSpec.from_config(QWEN25_7B | {"dual_chunk_attention_config": None})
+    trained, positions = 262_144, 1_010_000
+    assert choose_mode("auto", chunked, int(0.95 * trained)) is Mode.absolute
+    assert choose_mode("auto", chunked, int(0.95 * trained) + 1) is Mode.dca
+    assert choose_mode("auto", plain, int(0.95 * positions)) is Mode.absolute
+    assert choose_mode("auto", plain, int(0.95 * positions) + 1) is Mode.near
+    assert choose_mode("auto", chunked, 1536, near_beyond=1536) is Mode.absolute
+    assert (
+        choose_mode("auto", chunked, 1537, near_beyond=1536) is Mode.near
+    )  # measured beats stated
+    assert choose_mode("absolute", plain, 10**6, near_beyond=1) is Mode.absolute
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_an_isolated_session_does_not_see_the_one_before(snapshot, tmp_path, isolate):
+    """The same text behind two sessions that differ beyond the sinks: its keys and values are the same."""
+    found = []
+    for i, word in enumerate(("w010", "w020")):
+        first = "w001 w002 w003 w004 " + " ".join([word] * 50)
+        settings = config(codec=KvCodec.fp32, isolate=isolate, window=256)
+        memory = open_memory(snapshot, tmp_path / str(i), settings)
+        memory.ingest(f"{first}.".encode(), "first")
+        begin = memory.store.commit.tokens
+        memory.ingest(words(100).encode(), "second")
+        memory.ingest(words(80, seed=1).encode(), "second again")
+        memory.close()
+        memory = open_memory(snapshot, tmp_path / str(i), settings)
+        end = memory.store.commit.tokens
+        keys, values = memory.state.hot(begin, end)
+        found.append((begin, end, keys.clone(), values.clone()))
+        memory.close()
+    assert found[0][:2] == found[1][:2]
+    same = torch.equal(found[0][2], found[1][2]) and torch.equal(found[0][3], found[1][3])
+    assert same == isolate

@@ -10,7 +10,7 @@ import torch
 from conf.schema import AnswerMode, Fuse, KvCodec, StoreKind, Template
 from runtime.errors import UserError
 from runtime.living_kv.errors import MemoryUsageError, StoreRefusedError
-from runtime.living_kv.memory import check_identity
+from runtime.living_kv.identity import check_identity
 from runtime.living_kv.store import Store
 from runtime.sampling import SamplingParams
 from tests.dense_models import open_dense

@@ -10,7 +10,7 @@ from conf.schema import Fuse, PositionMode, Template
 from runtime.engine import Engine, EngineFiles
 from runtime.errors import UserError
 from runtime.living_kv.errors import MemoryUsageError
-from runtime.living_kv.service import answer, open_memory
+from runtime.living_kv.service import MemoryService, open_memory
 from runtime.sampling import SamplingParams
 from tests.living import config
 
@@ -34,12 +34,20 @@ def ask(engine, tmp_path):
     memory.ingest(TEXT.encode(), "a")
     memory.close()
 
-    def call(question="code of Banak", **field):
-        return answer(
-            engine, MODEL, tmp_path, settings, {"store": "notes", **field}, question, GREEDY
-        )
+    service = MemoryService(engine, MODEL, tmp_path, settings)
 
-    return call
+    def call(question="code of Banak", **field):
+        asked = {"store": "notes", **field}
+        try:
+            service.check(asked)  # refuses what `answer` would
+        except UserError:
+            with pytest.raises(UserError):
+                service.answer(asked, question, GREEDY)
+            raise
+        return service.answer(asked, question, GREEDY)
+
+    yield call
+    service.close()
 
 
 def test_a_reply_has_its_memory_field(ask):
@@ -47,6 +55,9 @@ def test_a_reply_has_its_memory_field(ask):
     assert field["answer"] == "117"
     assert not field["low_confidence"]
     assert field["sentences"][0]["text"].startswith("code of Banak")
+    scores = [s["score"] for s in field["sentences"]]
+    assert scores == sorted(scores, reverse=True)
+    assert scores[0] > 0.9  # all words that name something are in it
     assert ask(mode="quote").mode == "quote"
     unknown = ask("code of Votep").to_dict()
     assert unknown["low_confidence"]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from runtime.errors import UserError
-from runtime.living_kv import files
+from runtime.living_kv import files, rewrite
 from runtime.living_kv.errors import DiskFullError, StoreLockedError, StoreRefusedError
 from runtime.living_kv.quote import open_lexical, quote
 from runtime.living_kv.rewrite import compact
@@ -257,6 +257,44 @@ def test_what_does_not_exist_or_is_newer_is_said(tmp_path):
         Store.open(tmp_path / "none")
     with pytest.raises(StoreRefusedError, match="E-VERSION"):
         Store.create(tmp_path / "s", dataclasses.replace(HEADER, format_version=9))
+
+
+@pytest.mark.parametrize("group", [1, 20, 50])
+@pytest.mark.parametrize("gone", [[], [0, 4, 5]])
+def test_a_rewrite_in_small_commits_holds_what_one_large_commit_holds(
+    tmp_path, monkeypatch, group, gone
+):
+    stores = []
+    for tokens in (10**6, group):
+        root = tmp_path / str(tokens)
+        store = filled(root, 6)
+        if gone:
+            store.append(Update(tombstones=gone, tail=store.tail or None))
+        store.close()
+        monkeypatch.setattr(rewrite, "GROUP_TOKENS", tokens)
+        compact(root, is_forgotten=False)
+        stores.append(Store.open(root))
+    whole, parts = stores
+    assert parts.commit.seq > whole.commit.seq == 1
+    assert parts.verify() == []
+    for name in ("sentences", "tombstones", "sessions", "tail"):
+        assert np.array_equal(getattr(parts, name), getattr(whole, name)), name
+    assert parts.tokens().tolist() == whole.tokens().tolist()
+    assert parts.vectors().tobytes() == whole.vectors().tobytes()
+    assert parts.read_hot() == whole.read_hot()
+    length = int(whole.sentences["text_len"].sum())
+    assert parts.text_range(0, length) == whole.text_range(0, length)
+    for number in range(whole.commit.blocks):
+        assert bytes(parts.read_block(number)) == bytes(whole.read_block(number))
+
+
+def test_a_swap_that_was_stopped_says_where_the_store_is(tmp_path):
+    root = tmp_path / "s"
+    filled(root, 2).close()
+    root.rename(tmp_path / "s.bak")
+    with pytest.raises(UserError, match="there is no store") as refused:
+        Store.open(root)
+    assert "s.bak to s" in refused.value.hint
 
 
 def test_pruned_sentences_are_hidden_then_gone(tmp_path):

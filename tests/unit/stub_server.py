@@ -148,6 +148,9 @@ class StubEngine:
             raise self.error
         return self._logits(state)
 
+    def attempt(self, tokens: list[int], state: StubState) -> StubAttempt:
+        return StubAttempt(self, tokens, state)
+
     def _logits(self, state: StubState) -> torch.Tensor:
         logits = torch.zeros(1, self.num_tokens)
         told = self._told(state)
@@ -164,10 +167,27 @@ class StubEngine:
         self.is_closed = True
 
 
+class StubAttempt:
+    """Tokens fed one by one, which can be taken back."""
+
+    def __init__(self, engine: StubEngine, tokens: list[int], state: StubState) -> None:
+        self.tokens, self._state, self._start = tokens, state, len(state.tokens)
+        self.logits = torch.cat([engine.decode(token, state) for token in tokens])
+
+    def keep(self, count: int) -> None:
+        del self._state.tokens[self._start + count :]
+
+
 class StubServer:
     """A server in threads of this process, and clients of it."""
 
-    def __init__(self, engine: StubEngine, key: str | None = None, **serve: Any) -> None:
+    def __init__(
+        self,
+        engine: StubEngine,
+        key: str | None = None,
+        open_memory: Any = None,
+        **serve: Any,
+    ) -> None:
         self.engine = engine
         config = ServeConfig(**{"keep_alive_s": 10.0, **serve})
         served = Served("stub", "revision-1", engine.codec, engine.context_tokens, "0.1", None)
@@ -186,6 +206,7 @@ class StubServer:
             config.queue,
             self.lost.set,
             config.max_batch,
+            open_memory,
         )
         app = create_app(self.worker, config, key)
         settings = uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=2)

@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("group", ["model", "hw", "cache", "prefetch", "serve", "simulate"])
+@pytest.mark.parametrize(
+    "group", ["model", "hw", "cache", "prefetch", "serve", "simulate", "memory"]
+)
 def test_every_choice_of_a_group_is_in_the_readme_with_its_own_first_line(group: str):
     for path in (ROOT / "conf" / group).glob("*.yaml"):
         what = path.read_text().splitlines()[0].removeprefix("# ")
