@@ -31,6 +31,12 @@ NOT_FOR_FAMILY = {
         "residents": "its weights are loaded from the released shards",
         "spot_check": "it compares a pack, and this family has none",
     },
+    "qwen3_moe": {
+        "repack": "its experts are read in the released shards as they are",
+        "residents": "its weights are loaded from the released shards",
+        "spot_check": "it compares a pack, and this family has none",
+        "verify": "no references of it are recorded yet",
+    },
     "dense": {
         "repack": "its layers are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",

@@ -22,10 +22,10 @@ from torch import Tensor
 from conf.schema import RunConfig
 from kernels import reference as ops
 from runtime.budget import ModelSizes
-from runtime.checkpoint import Checkpoint, torch_dtype
+from runtime.checkpoint import Checkpoint
 from runtime.errors import UserError
 from runtime.experts.streamer import ExpertSource
-from runtime.models.buffers import check_context
+from runtime.models.buffers import NoRows, check_context, open_part
 from runtime.models.dense_codec import open_codec as open_codec
 from runtime.models.dense_state import DenseState, KvState
 from runtime.models.dense_weights import (
@@ -37,21 +37,13 @@ from runtime.models.dense_weights import (
     LayerLayout,
 )
 from runtime.models.rope import rope_tables, rotate
+from runtime.units import PAGE_NBYTES, align_up
 
 if TYPE_CHECKING:
     from runtime.engine import EngineFiles
 
 HEAD_ROWS = 16384  # of the head that are widened at once
 STAGED_LAYERS = 3  # read ahead at most: the one in use and two on their way
-
-
-class NoRows:
-    """A family without tables on the drive."""
-
-    read_nbytes = wait_ns = 0
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class DenseModel:
@@ -72,7 +64,9 @@ class DenseModel:
         self.norm = weights[NORM].float()
         self.device = self.embedding.device
         self.rows = NoRows()
-        self.dense_nbytes = sum(part.nbytes for i in range(spec.depth) for part in layout.parts(i))
+        self.dense_nbytes = sum(
+            part.nbytes for i in range(spec.depth) for part in layout.layer_parts(i)
+        )
         self.dense_nbytes += self.head.nbytes
 
     @property
@@ -126,13 +120,9 @@ class DenseModel:
     def open_layer(self, layer: int, record: Tensor) -> dict[str, Tensor]:
         """Cut a record into its tensors, widened to the dtype of the hidden states; gains are fp32."""
         out = {}
-        for name, dtype, shape, offset, nbytes in self.layout.parts(layer):
-            raw = record[offset : offset + nbytes]
-            stored = torch_dtype(dtype)
-            if raw.data_ptr() % stored.itemsize:  # a shard's tensors need not be aligned
-                raw = raw.clone()
-            wanted = torch.float32 if name.endswith("norm.weight") else self.dtype
-            out[name] = raw.view(stored).view(shape).to(wanted)
+        for part in self.layout.layer_parts(layer):
+            wanted = torch.float32 if part.name.endswith("norm.weight") else self.dtype
+            out[part.name] = open_part(record, part).to(wanted)
         return out
 
     def _block(
@@ -199,13 +189,34 @@ def model_sizes(
     """Return what the memory plan needs to know: a layer in use is widened, the head in pieces."""
     checkpoint = Checkpoint.open(files.snapshot)
     nbytes = {n: checkpoint.info(n, FLOATS, s).extent.nbytes for n, s in spec.resident_shapes().items()}  # fmt: skip
+    return _sizes(spec, nbytes, layout.record_nbytes, config, dtype)
+
+
+def planned_sizes(
+    spec: DenseSpec, config: RunConfig, dtype: torch.dtype, has_gpu: bool
+) -> ModelSizes:
+    """Return the same from the configuration alone: 2 bytes a weight, a layer in one run that takes a page more."""
+    del has_gpu
+    nbytes = {name: 2 * math.prod(shape) for name, shape in spec.resident_shapes().items()}
+    payload = sum(2 * math.prod(shape) for shape in spec.layer_shapes().values())
+    return _sizes(spec, nbytes, align_up(payload) + PAGE_NBYTES, config, dtype)
+
+
+def _sizes(
+    spec: DenseSpec,
+    nbytes: Mapping[str, int],
+    record_nbytes: int,
+    config: RunConfig,
+    dtype: torch.dtype,
+) -> ModelSizes:
+    """nbytes: of each resident as it is stored."""
     widened = dtype.itemsize * sum(math.prod(shape) for shape in spec.layer_shapes().values())
     widened = max(widened, dtype.itemsize * min(HEAD_ROWS, spec.vocab_size) * spec.hidden)
     return ModelSizes(
         residents_nbytes=sum(nbytes.values()) - nbytes[EMBEDDING] + widened,
         embedding_nbytes=nbytes[EMBEDDING],
         state_nbytes=config.model.context_tokens * spec.kv_token_values * dtype.itemsize,
-        record_nbytes=layout.record_nbytes,
+        record_nbytes=record_nbytes,
         num_layers=spec.num_layers,
         num_experts=spec.num_experts,
         top_k=spec.top_k,

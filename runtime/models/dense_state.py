@@ -1,7 +1,8 @@
-"""What a dense model's attention asks of a conversation, and the plain one: every key and value, in growing buffers."""
+"""What plain attention asks of a conversation, and the plain state: every key and value, in growing buffers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -9,9 +10,21 @@ from torch import Tensor
 
 from kernels import reference as ops
 from runtime.models.buffers import appended
-from runtime.models.dense_weights import DenseSpec
 
 SCORES_NBYTES = 2**28  # of fp32 scores that one call holds at once
+
+
+class HasHeads(Protocol):
+    """A configuration with grouped-query attention in every layer."""
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
 
 
 class KvState(Protocol):
@@ -53,14 +66,33 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tens
 class DenseState:
     """All keys and values: full attention."""
 
-    def __init__(self, spec: DenseSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: HasHeads, dtype: torch.dtype, device: torch.device, room: int = 0
+    ) -> None:
+        """room: tokens that the buffers hold at once; they grow beyond."""
         self.position = 0
         self._count = 0
-        shape = (0, spec.kv_heads, spec.head_dim)
+        shape = (room, spec.kv_heads, spec.head_dim)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.depth)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.depth)]
         self._visible: Tensor | None = None
         self._device = device
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return a copy of everything that decides the next tokens, as flat tensors in RAM."""
+        out = {"position": torch.tensor([self.position])}
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            out[f"keys.{layer}"] = keys[: self.position].to("cpu", copy=True)
+            out[f"values.{layer}"] = values[: self.position].to("cpu", copy=True)
+        return out
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Become the conversation that `tensors` was copied from; only in an empty state."""
+        assert not self.position, "the buffers hold another conversation"
+        self.position = int(tensors["position"])
+        for layer in range(len(self.keys)):
+            self.keys[layer] = appended(self.keys[layer], 0, tensors[f"keys.{layer}"])
+            self.values[layer] = appended(self.values[layer], 0, tensors[f"values.{layer}"])
 
     def begin(self, num_tokens: int) -> None:
         self._count, self._visible = num_tokens, None

@@ -7,15 +7,14 @@ for a stated reason; one that is none of these is refused.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from runtime.checkpoint import Checkpoint, CheckpointError, Extent, TensorInfo
+from runtime.checkpoint import Checkpoint, CheckpointError
 from runtime.errors import UserError
-from runtime.experts.layout import ExpertKey, Span, aligned_spans
+from runtime.experts.layout import ExpertKey
+from runtime.experts.tensor_layout import Part, TensorLayout
 
 FLOATS = ("BF16", "F16", "F32")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -167,79 +166,22 @@ def _unsupported(key: str, found: Any, wanted: Any) -> UserError:
     )
 
 
-class Part(NamedTuple):
-    """Where a tensor lies in its layer's record."""
-
-    name: str  # within the layer
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-class LayerLayout:
-    """A layer's tensors where the release put them: one read for each run of them in a shard.
-
-    For the streamer it is one layer of `depth` experts. A record is the aligned superset of the runs.
-    """
-
-    num_layers = 1
+class LayerLayout(TensorLayout):
+    """A layer's tensors where the release put them. For the streamer it is one layer of `depth` experts."""
 
     def __init__(self, checkpoint: Checkpoint, spec: DenseSpec) -> None:
         """Find all tensors, checked for dtype and shape. Raises CheckpointError for one missing or not expected."""
-        self.num_experts = spec.depth
         shapes = spec.layer_shapes()
         layers = [
-            [checkpoint.info(f"model.layers.{i}.{n}", FLOATS, s) for n, s in shapes.items()]
+            {n: checkpoint.info(f"model.layers.{i}.{n}", FLOATS, s) for n, s in shapes.items()}
             for i in range(spec.depth)
         ]
-        _account(checkpoint, spec, {info.name for layer in layers for info in layer})
-        self._files = tuple(sorted({info.extent.file for layer in layers for info in layer}))
-        index = {file: i for i, file in enumerate(self._files)}
-        self._spans: list[tuple[Span, ...]] = []
-        self._parts: list[tuple[Part, ...]] = []
-        for i, infos in enumerate(layers):
-            spans, parts = _lay_out(infos, index, f"model.layers.{i}.")
-            self._spans.append(spans)
-            self._parts.append(parts)
-        self.record_nbytes = max(spans[-1].dest + spans[-1].nbytes for spans in self._spans)
+        _account(checkpoint, spec, {info.name for layer in layers for info in layer.values()})
+        super().__init__(layers, num_layers=1)
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return self._files
-
-    def spans(self, key: ExpertKey) -> tuple[Span, ...]:
-        """Return the reads that fill a record; key.expert is the layer."""
-        return self._spans[key.expert]
-
-    def parts(self, layer: int) -> tuple[Part, ...]:
+    def layer_parts(self, layer: int) -> tuple[Part, ...]:
         """Return where each tensor lies in the layer's record, in the order of use."""
-        return self._parts[layer]
-
-
-def _lay_out(
-    infos: list[TensorInfo], index: Mapping[Path, int], prefix: str
-) -> tuple[tuple[Span, ...], tuple[Part, ...]]:
-    """Join tensors that touch into runs, and say where each comes to lie."""
-    ordered = sorted(infos, key=lambda info: (index[info.extent.file], info.extent.offset))
-    runs: list[list[TensorInfo]] = [ordered[:1]]
-    for a, b in itertools.pairwise(ordered):
-        touches = b.extent[:2] == (a.extent.file, a.extent.offset + a.extent.nbytes)
-        if touches:
-            runs[-1].append(b)
-        else:
-            runs.append([b])
-    extents = [Extent(*run[0].extent[:2], sum(info.extent.nbytes for info in run)) for run in runs]
-    spans = aligned_spans([(index[extent.file], extent) for extent in extents])
-    places = {
-        info.name: span.dest + info.extent.offset - span.offset
-        for span, run in zip(spans, runs, strict=True)
-        for info in run
-    }
-    return spans, tuple(
-        Part(i.name.removeprefix(prefix), i.dtype, i.shape, places[i.name], i.extent.nbytes)
-        for i in infos
-    )
+        return self.parts(ExpertKey(0, layer))
 
 
 def _account(checkpoint: Checkpoint, spec: DenseSpec, in_layers: set[str]) -> None:

@@ -240,3 +240,10 @@ def test_the_kernel_check_passes_a_right_kernel_and_no_other(family, monkeypatch
 
     monkeypatch.setattr(module, name, nothing)
     assert expert_error(family, spec, device)[1] == float("inf")
+
+
+@pytest.mark.parametrize("family", ["dense", "qwen3_moe"])
+def test_no_kernel_is_checked_where_plain_torch_computes_the_experts(family):
+    from stages.doctor_kernels import expert_error
+
+    assert expert_error(family, SimpleNamespace(hidden=256, intermediate=96)) is None
