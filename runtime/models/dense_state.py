@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels import reference as ops
 from runtime.models.buffers import appended
 
-SCORES_NBYTES = 2**28  # of fp32 scores that one call holds at once
+SCORES_NBYTES = 2**26  # of fp32 scores that one call computes at once; a few times that is held
 
 
 class HasHeads(Protocol):

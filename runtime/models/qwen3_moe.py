@@ -221,11 +221,12 @@ class Qwen3MoeModel:
         dtype: torch.dtype,
         num_guesses: int = 0,
         state_tokens: int = 0,
+        expert_nbytes: int = 0,
     ) -> None:
         """weights: the residents by their checkpoint names.  dtype: of the hidden states.
 
         num_guesses: of the next layer's experts, for the source; 0 leaves its router alone.  state_tokens: that a new
-        state has room for at once; it grows beyond.
+        state has room for at once; it grows beyond.  expert_nbytes: of an expert in the memory where it is computed.
         """
         self.spec, self.experts, self.open_expert, self.dtype = spec, experts, open_expert, dtype
         self.embedding, self.norm = weights[EMBEDDING], weights[NORM].float()  # the first in RAM
@@ -241,7 +242,8 @@ class Qwen3MoeModel:
                 moe.expect(after, num_guesses)
         self.rows = NoRows()
         self.device_wait_ns = 0  # the host waits for a route inside torch, which does not tell
-        self.dense_nbytes = self.head.nbytes + sum(
+        self.dense_nbytes = expert_nbytes * spec.num_layers * spec.top_k + self.head.nbytes
+        self.dense_nbytes += sum(
             weight.nbytes for name, weight in weights.items() if name not in (EMBEDDING, HEAD)
         )
 
@@ -359,9 +361,15 @@ def _sizes(
     dtype: torch.dtype,
     has_gpu: bool,
 ) -> ModelSizes:
-    """nbytes: of each resident as it is stored; a GPU has all but the embedding in the compute dtype."""
+    """nbytes: of each resident as it is stored; a GPU has all but the embedding in the compute dtype.
+
+    In RAM a prompt piece's scratch is planned with the residents: the expert cache must not take its place.
+    """
     embedding = nbytes[EMBEDDING]
+    scratch = _scratch(spec, dtype.itemsize)
     residents = sum(nbytes.values()) - embedding
+    tokens = min(config.model.prefill_tokens, config.model.context_tokens)
+    residents += WIDENED_NBYTES + max(fixed + each * tokens for fixed, each in scratch)
     if has_gpu:
         values = [math.prod(shape) for shape in spec.resident_shapes().values()]
         residents = dtype.itemsize * (sum(values) - (0 if spec.is_tied else values[0]))
@@ -369,7 +377,7 @@ def _sizes(
         residents_nbytes=residents,
         embedding_nbytes=embedding,
         state_nbytes=config.model.context_tokens * spec.kv_token_values * dtype.itemsize,
-        scratch=_scratch(spec, dtype.itemsize),
+        scratch=tuple((WORKSPACE_NBYTES + fixed, each) for fixed, each in scratch),
         record_nbytes=record_nbytes,
         num_layers=spec.num_layers,
         num_experts=spec.num_experts,
@@ -378,16 +386,16 @@ def _sizes(
 
 
 def _scratch(spec: Qwen3MoeSpec, size: int) -> tuple[tuple[int, int], ...]:
-    """Return what computing on a GPU holds beside weights and state, as `ModelSizes.scratch` wants it.
+    """Return what a prompt piece holds beside weights and state: (bytes, bytes for each token) of its fullest moments.
 
     One line for attention, whose scores stand beside their softmax and both roundings, and one for the experts' sums.
     """
-    always = WORKSPACE_NBYTES + 4 * spec.vocab_size
     stream = 2 * size * spec.hidden
     heads = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     attention = stream + 3 * (4 + size) * heads
     sums = stream + 3 * (4 + size) * spec.hidden + 32 * spec.top_k
-    return ((always + 5 * SCORES_NBYTES, attention), (always, sums + 12 * spec.expert_intermediate))
+    logits = 4 * spec.vocab_size
+    return ((logits + 3 * SCORES_NBYTES, attention), (logits, sums + 12 * spec.expert_intermediate))
 
 
 def open_model(
@@ -414,8 +422,19 @@ def open_model(
     prefetch = config.prefetch
     has_guesses = prefetch.experts or (prefetch.copy and device.type == "cuda")
     guesses = min(spec.num_experts, max(spec.top_k, prefetch.copy)) if has_guesses else 0
-    opener = expert_opener(layout)
-    return Qwen3MoeModel(spec, weights, experts, opener, dtype, guesses, state_tokens)
+    expert_nbytes = 0  # a GPU gets them over PCIe
+    if device.type == "cpu":
+        expert_nbytes = sum(part.nbytes for part in layout.parts(ExpertKey(0, 0)))
+    return Qwen3MoeModel(
+        spec,
+        weights,
+        experts,
+        expert_opener(layout),
+        dtype,
+        guesses,
+        state_tokens,
+        expert_nbytes,
+    )
 
 
 def expert_opener(layout: TensorLayout) -> OpenExpert:
