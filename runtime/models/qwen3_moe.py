@@ -54,9 +54,8 @@ WIDENED_NBYTES = 2**22  # of a stored weight at once: it is used before it leave
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, stored weight, bias
 Matrices = tuple[Tensor, Tensor, Tensor]  # gate, up, down
-OpenExpert = Callable[
-    [int, int, Tensor], Matrices
-]  # layer among those with experts, expert, record
+# (layer, counted among those with experts; expert; its record) -> its matrices, as they are stored
+OpenExpert = Callable[[int, int, Tensor], Matrices]
 
 
 def swiglu(linear: Linear, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """NVMoE beside transformers + accelerate and llama-cpp-python: one random-weight MoE, one memory cap, one run.
 
-    python tests/bench/peers.py --layers 6 --experts 32 --vocab 16384 --cap-gib 1.5 \
+    python tests/bench/peers.py --layers 6 --experts 32 --cap-gib 1.5 --set vocab_size=16384 \
         --transformers-python VENV/bin/python --llama-python VENV/bin/python
 
 Makes a checkpoint of random bytes in the shape of Qwen3-30B-A3B (`model=qwen3_moe_synthetic`), writes the same values
@@ -88,17 +88,22 @@ def main() -> None:
                     absent[name] = str(error)
                     continue
                 versions[name] = found["version"]
-                print(f"{repeat} {name}: opened in {found['open_s']:.1f} s", file=sys.stderr)
+                print(
+                    f"{repeat} {name}: opened in {found['open_s']:.1f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 for row in found["rows"]:
                     line = {"repeat": repeat, "engine": name, **row, "drive_gib_s": ceiling}
                     rows.append(line | {"peak_rss_nbytes": found["peak_rss_nbytes"]})
+                if args.record is not None:
+                    save(args.record, rows)
+            print(report(rows, args.engines, absent), file=sys.stderr, flush=True)
     print(describe(args, config, group))
     for name in args.engines:
         words, _ = closeness.get(name, ("not compared", True))
         print(f"{name}: {f'{versions[name]}; {words}' if name in versions else absent[name]}")
     print(report(rows, args.engines, absent))
-    if args.record is not None:
-        save(args.record, rows)
 
 
 def parse() -> argparse.Namespace:
@@ -108,9 +113,7 @@ def parse() -> argparse.Namespace:
     add("--config", type=Path, help="folder with another config.json of this family")
     add("--layers", type=int)
     add("--experts", type=int)
-    add(
-        "--vocab", type=int, help="fewer tokens than the release: head and embedding are no experts"
-    )
+    add("--set", nargs="+", default=[], metavar="KEY=N", help="other numbers in config.json")
     add(
         "--disk-gib",
         type=float,
@@ -129,7 +132,7 @@ def parse() -> argparse.Namespace:
     add("--transformers-python", default=sys.executable)
     add("--llama-python", default=sys.executable)
     add("--record", type=Path, help="CSV for every measured row")
-    add("words", nargs="*", help="overrides for ours, as prefetch.experts=2")
+    add("--ours", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of our config")
     return parser.parse_args()
 
 
@@ -137,8 +140,9 @@ def make_snapshot(args: argparse.Namespace, folder: Path) -> Path:
     """Return the checkpoint's folder, made by the synthetic stage if it is not there."""
     words = [f"model.synthetic.disk_gib={args.disk_gib}", f"paths.outputs={folder}"]
     config = args.config or RELEASED
-    if args.vocab:
-        changed = json.loads((config / "config.json").read_text()) | {"vocab_size": args.vocab}
+    if args.set:
+        changed = json.loads((config / "config.json").read_text())
+        changed |= {key: int(n) for key, n in (word.split("=") for word in args.set)}
         config = folder / "config"
         config.mkdir(exist_ok=True)
         (config / "config.json").write_text(json.dumps(changed))
@@ -195,7 +199,7 @@ def make_job(
         "num_layers": config["num_hidden_layers"], "prompts": prompts, "forced": forced,
         "context": max(args.prompts) + args.tokens + 8, "threads": args.threads, "device": args.device,
         "dtype": "bfloat16", "cap_gib": args.cap_gib, "overhead_gib": args.overhead_gib, "vram_gib": args.vram_gib,
-        "ours": args.words, "check": False,
+        "ours": args.ours, "check": False,
     }  # fmt: skip
 
 
@@ -389,7 +393,6 @@ def save(path: Path, rows: list[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(rows)
-    print(f"every row: {path}", file=sys.stderr)
 
 
 if __name__ == "__main__":
