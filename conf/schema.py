@@ -219,6 +219,13 @@ class HwConfig:
     rates: RatesConfig = field(default_factory=RatesConfig)
 
 
+class CachePolicy(Enum):
+    """Who leaves a full expert cache in RAM."""
+
+    lru = "lru"  # who was used longest ago
+    lfu = "lfu"  # who is used least; a use counts half after as many uses as there are rows
+
+
 @dataclass
 class CacheConfig:
     """The RAM tier."""
@@ -231,6 +238,9 @@ class CacheConfig:
     )
     sweep_experts: int = 32  # experts read ahead while a prompt goes through a layer
     table_rows: int = 65536  # rows of n-gram tables kept in RAM
+    policy: CachePolicy = CachePolicy.lru  # who leaves the RAM tier
+    # chat and serve: read in the background what was warm when the last one ended (outputs/warm)
+    warm_start: bool = False
     verify: bool = False  # compare each expert with its recorded checksum the first time it is read
 
 
@@ -272,6 +282,8 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     queue: int = 8  # requests that may wait; one more gets 429
+    replicas: int = 1  # servers behind this address, each on a machine of its own (Ray Serve)
+    max_batch: int = 1  # conversations decoded together: an expert that several need is read once
     keep_alive_s: float = 10.0  # a comment frame this often while a stream is silent; 0 is never
     keep_alive_chunks: bool = False  # as empty chunks, for clients whose watchdogs count only those
     strict_model: bool = True  # false: any model name in a request means this model
@@ -445,10 +457,10 @@ class BenchConfig:
 
 
 class Policy(Enum):
-    """Who leaves a full cache; only the simulator has others than LRU."""
+    """Who leaves a full expert cache in the simulator: what cache.policy can be, and what it is compared with."""
 
     lru = "lru"
-    lfu = "lfu"  # least frequently used, uses age
+    lfu = "lfu"
     slru = "slru"  # segmented LRU
     per_layer = "per_layer"  # an LRU for each layer
     belady = "belady"  # who is wanted again last: knows the future, the bound
@@ -463,7 +475,7 @@ class SimulateConfig:
     """
 
     routes: str | None = None  # a recording (record=true); null: routes are generated as below
-    policy: Policy = Policy.lru
+    policy: Policy | None = None  # null: cache.policy
     # the model, where routes are generated; a recording tells its own
     num_layers: int = 8
     num_experts: int = 64
@@ -477,10 +489,13 @@ class SimulateConfig:
     drive_depth: int = 32  # reads that the drive has in work at once
     is_shared: bool = False  # reads in work share the drive's rate; false: one after the other
     link_gib_s: float = 0.0  # from RAM to the GPU; 0: there is none, the CPU computes
+    in_place_gib_s: float = 0.0  # the link, when kernels read RAM in place; 0: as fast as copies
+    reads_in_place: bool = True  # experts in RAM are read where they are; false: copied first
     vram_gib_s: float = 0.0  # how fast a kernel reads an expert from VRAM; 0: in no time
     expert_us: float = 0.0  # at least this long computes one expert
     layer_us: float = 0.0  # computing of a layer beside its routed experts
-    host_us: float = 0.0  # the host's own work for a layer
+    host_us: float = 0.0  # the host's own work for a layer, before its experts are launched
+    host_after_us: float = 0.0  # the same behind the launch, while a GPU computes
     token_us: float = 0.0  # what a token needs once
 
 
@@ -596,6 +611,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.sampling.temperature": (0, 2),
     "model.sampling.top_k": (0, 2**20),
     "model.sampling.min_p": (0, 1),
+    "serve.max_batch": (1, 64),
+    "serve.replicas": (1, 1024),
     "hw.drive.window": (1, 64),
     "hw.drive.pieces": (1, 64),
     "hw.drive.piece_kib": (4, 2**20),
@@ -644,10 +661,12 @@ _RANGES: dict[str, tuple[float, float]] = {
     "simulate.best_two": (0, 1),
     "simulate.drive_depth": (1, 2**20),
     "simulate.link_gib_s": (0, 1e5),
+    "simulate.in_place_gib_s": (0, 1e5),
     "simulate.vram_gib_s": (0, 1e5),
     "simulate.expert_us": (0, 1e9),
     "simulate.layer_us": (0, 1e9),
     "simulate.host_us": (0, 1e9),
+    "simulate.host_after_us": (0, 1e9),
     "simulate.token_us": (0, 1e9),
     "memory.window": (64, 2**24),
     "memory.sinks": (0, 64),
@@ -725,7 +744,8 @@ def load(cfg: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     assert isinstance(run, RunConfig)
-    faults = [*_range_faults(run), *_family_faults(run), *_memory_faults(run), *_stage_faults(run)]
+    checks = (_range_faults, _family_faults, _batch_faults, _memory_faults, _stage_faults)
+    faults = [fault for check in checks for fault in check(run)]
     if faults:
         raise ConfigError("; ".join(faults))
     return run
@@ -804,6 +824,15 @@ def _memory_faults(run: RunConfig) -> Iterable[str]:
         and not memory.sentences
     ):
         yield "stages=[memory_prune] needs what goes: memory.keep=N, memory.before=2026-01-31 or memory.sentences=[1,2]"
+
+
+def _batch_faults(run: RunConfig) -> Iterable[str]:
+    if run.serve.max_batch == 1:
+        return
+    if run.drafts.enabled:
+        yield "drafts are for one conversation at a time: leave out drafts.enabled or serve.max_batch"
+    if run.record:
+        yield "record=true writes the routes of one conversation at a time: leave out record or serve.max_batch"
 
 
 def _family_faults(run: RunConfig) -> Iterable[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.errors import UserError
 from runtime.units import GIB, format_nbytes
@@ -41,9 +41,14 @@ class ModelSizes:
         fits = [(room_nbytes - fixed) // each for fixed, each in self.scratch if each]
         return min([wanted, *fits])
 
+    def for_conversations(self, count: int) -> ModelSizes:
+        """Return what `count` conversations need that are decoded together: their states, a route for each."""
+        route = min(count * self.top_k, self.num_experts)
+        return replace(self, state_nbytes=count * self.state_nbytes, top_k=route)
+
     @property
     def token_experts(self) -> int:
-        """Experts that one token uses, over all layers."""
+        """Experts that a decoding step uses at most, over all layers."""
         return self.num_layers * self.top_k
 
 

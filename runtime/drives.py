@@ -58,6 +58,15 @@ class Mount:
     link_most: str | None = None  # what drive and slot could do
 
     @property
+    def interface(self) -> str | None:
+        """`nvme-gen4` and the like by the link's rate, `hdd` for spinning discs, None where that is not known."""
+        if self.device.startswith("nvme"):
+            rate = float((self.link or "0").split()[0])
+            return "nvme-gen5" if rate >= 32 else "nvme-gen4" if rate >= 16 else "nvme-gen3"
+        is_virtual = self.device.startswith(("vd", "xvd"))
+        return "hdd" if self.is_rotational and not is_virtual else None
+
+    @property
     def is_network(self) -> bool:
         """Whether reads cross a network or another system's file server (WSL's Windows drives among them)."""
         return self.kind in NETWORK or self.kind.startswith("fuse")

@@ -30,14 +30,18 @@ from runtime.budget import (
 from runtime.errors import ContextLengthError, UserError
 from runtime.experts.checks import Checksums
 from runtime.experts.copies import CudaCopier
-from runtime.experts.layout import ExpertLayout
+from runtime.experts.layout import ExpertKey, ExpertLayout
+from runtime.experts.policies import CACHES
 from runtime.experts.reader import DirectReader
 from runtime.experts.routes import RouteHeader, RouteRecorder
+from runtime.experts.shared import SharedReads, share
 from runtime.experts.slots import SlotExperts, passing_slots
 from runtime.experts.streamer import ExpertSource, ExpertStreamer, ResidentExperts
+from runtime.experts.warm import WarmFile, WarmOwner
 from runtime.sampling import SamplingParams
 from runtime.stats import ExpertCounters, Rates, TokenStats
 from runtime.text import TextCodec
+from runtime.units import format_nbytes
 
 log = logging.getLogger(__name__)
 
@@ -162,10 +166,12 @@ class Engine:
         is_direct: bool,
         experts: ExpertStreamer | SlotExperts | ResidentExperts,
         top_k: int,
+        shared: SharedReads | None = None,
     ) -> None:
         """vram_plan: None on a CPU.  cpus: where the thread ran before it was pinned; None: it was not.
 
-        experts: of the main model, which may stand behind others in `model.experts`.
+        experts: of the main model, which may stand behind others in `model.experts`.  shared: in front of them, where
+        several conversations are decoded together.
         """
         self.config = config
         self.model = model
@@ -182,7 +188,9 @@ class Engine:
         self._layout = layout
         self._cpus = cpus
         self._experts, self._top_k = experts, top_k
+        self.shared = shared
         self._recorder: RouteRecorder | None = None
+        self._warm: WarmFile | None = None
 
     @classmethod
     def open(cls, config: RunConfig, files: EngineFiles, is_resident: bool = False) -> Self:
@@ -225,6 +233,7 @@ class Engine:
         family.check_support(spec, config, device)
         layout = family.expert_layout(spec, files)
         sizes = family.model_sizes(spec, files, layout, config, dtype)
+        sizes = sizes.for_conversations(config.serve.max_batch)
         limit = ram_limit(
             config.hw.ram_gib,
             hardware.total_ram_nbytes(),
@@ -249,7 +258,7 @@ class Engine:
         if is_resident:
             experts = ResidentExperts(layout, reader)
         else:
-            spare = plan.cache_rows - spec.top_k - config.prefetch.experts
+            spare = plan.cache_rows - sizes.top_k - config.prefetch.experts
             ahead_rows = max(0, min(2 * config.prefetch.copy, spare))
             experts = ExpertStreamer(
                 layout,
@@ -259,6 +268,7 @@ class Engine:
                 config.prefetch.experts,
                 ahead_rows,
                 checksums,
+                make_cache=CACHES[config.cache.policy],
             )
         try:
             if vram_plan is not None:
@@ -266,9 +276,11 @@ class Engine:
                 copier = CudaCopier(vram_plan.slots, experts.record_nbytes, device)
                 copies = config.prefetch.copy
                 experts = SlotExperts(
-                    experts, copier, spec.num_layers, spec.top_k, copies, family.READS_IN_PLACE
+                    experts, copier, spec.num_layers, sizes.top_k, copies, family.READS_IN_PLACE
                 )
-            model = family.open_model(spec, files, layout, experts, config, device, dtype)
+            shared = share(experts) if config.serve.max_batch > 1 else None
+            source = shared or experts
+            model = family.open_model(spec, files, layout, source, config, device, dtype)
         except BaseException:
             experts.close()
             raise
@@ -286,6 +298,7 @@ class Engine:
             is_direct,
             experts,
             spec.top_k,
+            shared,
         )
 
     def format_plan(self) -> str:
@@ -304,6 +317,35 @@ class Engine:
             layout.record_nbytes,
         )
         self._recorder = self._experts.listener = RouteRecorder(path, header)
+
+    def warm_up(self, path: Path, key: str) -> None:
+        """Read what was warm when the file was saved, while nothing else is read; save there from now on.
+
+        key: of the files that the experts are read from: another's set is not used.
+        """
+        self._warm = WarmFile(path, WarmOwner.of(self._layout, key))
+        spare = self.plan.cache_rows - self._top_k - self.config.prefetch.experts
+        count = self._streamer.warm_up(self._warm.load(), spare)
+        if count:
+            nbytes = format_nbytes(count * self._layout.record_nbytes)
+            log.info("warm start: %d experts, %s, are read in the background", count, nbytes)
+
+    def save_warm(self) -> None:
+        """Save which experts are warm, if that was long ago. Between answers."""
+        if self._warm is not None:
+            self._warm.save_if_due(self._warm_keys)
+
+    def _warm_keys(self) -> list[ExpertKey]:
+        """Return who is kept, the coldest first: VRAM keeps what is used most."""
+        kept = self._experts.kept_keys() if isinstance(self._experts, SlotExperts) else []
+        in_vram = set(kept)
+        return [*(key for key in self._streamer.warm_keys() if key not in in_vram), *kept]
+
+    @property
+    def _streamer(self) -> ExpertStreamer:
+        source = self._experts.source if isinstance(self._experts, SlotExperts) else self._experts
+        assert isinstance(source, ExpertStreamer), "nothing is streamed"
+        return source
 
     def forget_experts(self) -> None:
         """Drop every expert that is kept in RAM or VRAM: the next token finds nothing."""
@@ -383,6 +425,8 @@ class Engine:
 
     def close(self) -> None:
         """End the reader threads and close the files."""
+        if self._warm is not None:
+            self._warm.save(self._warm_keys())
         if self._recorder is not None:
             self._recorder.close()
         self.model.experts.close()

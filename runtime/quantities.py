@@ -208,6 +208,8 @@ def format_value(value: float, unit: str) -> str:
         return f"{value / 1e9:.3g} GB/s"
     if unit in ("card", "offer"):
         return f"{value:g} {unit}" + ("" if value == 1 else "s")
+    if unit in ("1", "") and abs(value) >= 1e9:
+        return f"{value / 1e9:.3g} billion"
     if unit in ("1", ""):
         return f"{value:.3g}"
     return f"{value:,.3g} {unit}" if abs(value) < 1000 else f"{value:,.0f} {unit}"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from runtime.answers import Content, Event, Parser, PlainParser
 from runtime.engine import Engine, GreedyPass
+from runtime.experts.shared import pause
 from runtime.sampling import Sampler, SamplingParams, TokenLogprob
 from runtime.snapshot import Snapshot, SnapshotStore
 from runtime.stats import TokenStats
@@ -140,10 +141,14 @@ class Session:
         )
         return self._logits
 
+    def known_tokens(self, prompt: Sequence[int]) -> int:
+        """Return how many of a prompt's tokens the timeline is; 0 if it is anything else."""
+        return len(self.tokens) if list(prompt[: len(self.tokens)]) == self.tokens else 0
+
     def _resume(self, prompt: Sequence[int]) -> None:
         """Go to the longest beginning of `prompt` that is known: the timeline as it is, a copy, or nothing."""
-        is_going_on = list(prompt[: len(self.tokens)]) == self.tokens
-        known = len(self.tokens) if is_going_on else 0
+        known = self.known_tokens(prompt)
+        is_going_on = known == len(self.tokens)
         found = None if self._store is None else self._store.longest(prompt, known)
         if found is not None:
             self.reset()
@@ -257,6 +262,7 @@ class Session:
         layers = self.engine.num_layers
 
         def after_layer() -> None:
+            pause()
             if self.progress is not None:
                 self.progress.processed += len(tokens) / layers
             if is_cancelled is not None and is_cancelled():

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from conf.schema import DriveConfig
+from conf.schema import CachePolicy
 from runtime.experts.cache import ExpertCache
 from runtime.experts.layout import ExpertKey, Span
-from runtime.experts.policies import BeladyCache, LfuCache, PerLayerCache, SlruCache, uses_of
+from runtime.experts.policies import CACHES, BeladyCache, PerLayerCache, SlruCache, uses_of
 from runtime.experts.routes import Kind, RouteHeader, RouteTrace, Step
 from runtime.experts.schedule import ReadJob, ReadQueue, cut_spans
 from runtime.experts.slots import SlotExperts, passing_slots
@@ -38,12 +38,16 @@ class Machine:
         False  # reads in work share the rate; otherwise they are served one after the other
     )
     link_gib_s: float = 0.0  # from RAM to the GPU; 0: there is none, the CPU computes
+    in_place_gib_s: float = (
+        0.0  # the same link, when a kernel reads RAM in place; 0: as fast as copies
+    )
     vram_gib_s: float = 0.0  # how fast a kernel reads an expert from VRAM; 0: in no time
     expert_ms: float = 0.0  # at least this long computes one expert
     layer_ms: float = 0.0  # computing of a layer beside its routed experts, router included
     host_ms: float = (
         0.0  # the host's own work for a layer, before its experts; on a CPU part of the computing
     )
+    host_after_ms: float = 0.0  # its work behind a layer's launches, while a GPU computes
     token_ms: float = 0.0  # the head, sampling, whatever a token needs once
 
 
@@ -55,6 +59,9 @@ class Setting:
     prefetch_experts: int = 2  # read ahead
     early_copies: int = 0  # copied ahead, with a GPU
     kept_slots: int = 0  # experts that VRAM keeps
+    reads_in_place: bool = (
+        True  # experts in RAM are read where they are; else copied to a slot first
+    )
     sweep_rows: int = 32
     window: int = 2
     pieces: int = 4
@@ -231,9 +238,10 @@ class SimulatedReader:
         buffer: memoryview,
         is_required: bool = True,
         on_done: Callable[[ReadJob], None] | None = None,
+        is_idle: bool = False,
     ) -> ReadJob:
         pieces = cut_spans(spans, self._setting.pieces, self._setting.piece_kib * 1024)
-        job = ReadJob(key, pieces, buffer, is_required, on_done)
+        job = ReadJob(key, pieces, buffer, is_required, on_done, is_idle)
         self._queue.push(job)
         self._start()
         return job
@@ -322,6 +330,7 @@ class Gpu:
         self.slots: Any = _Slots(num_slots)
         self._clock, self._machine = clock, machine
         self._link_s = record_nbytes / (machine.link_gib_s * GIB)
+        self._in_place_s = record_nbytes / ((machine.in_place_gib_s or machine.link_gib_s) * GIB)
         self._vram_s = record_nbytes / (machine.vram_gib_s * GIB) if machine.vram_gib_s else 0.0
         self.computed_at = 0.0  # when all that is launched has run
         self._copied_at = 0.0
@@ -338,8 +347,8 @@ class Gpu:
             start = max(self.computed_at, self._clock.now)
             if place == "ram":  # read in place, over the link
                 start = max(start, self._link_free_at)
-                self.computed_at = start + max(least, self._link_s)
-                self._link_free_at = start + self._link_s
+                self.computed_at = start + max(least, self._in_place_s)
+                self._link_free_at = start + self._in_place_s
             else:
                 self.computed_at = start + max(least, self._vram_s)
 
@@ -377,8 +386,9 @@ def cache_maker(policy: str, trace: RouteTrace) -> CacheMaker:
         return lambda rows: BeladyCache(rows, uses)
     if policy == "per_layer":
         return lambda rows: PerLayerCache(rows, header.num_layers, header.top_k)
-    makers: dict[str, CacheMaker] = {"lru": ExpertCache, "lfu": LfuCache, "slru": SlruCache}
-    return makers[policy]
+    if policy == "slru":
+        return SlruCache
+    return CACHES[CachePolicy(policy)]
 
 
 def _keys(step: Step) -> list[ExpertKey]:
@@ -415,10 +425,16 @@ class Simulation:
         self.gpu: Gpu | None = None
         self.slots: SlotExperts | None = None
         if machine.link_gib_s:
-            count = passing_slots(copies, layout.record_nbytes) + setting.kept_slots
+            route = 0 if setting.reads_in_place else header.top_k
+            count = passing_slots(copies, layout.record_nbytes, route) + setting.kept_slots
             self.gpu = Gpu(self.clock, machine, count, layout.record_nbytes)
             self.slots = SlotExperts(
-                self.streamer, self.gpu, header.num_layers, header.top_k, copies
+                self.streamer,
+                self.gpu,
+                header.num_layers,
+                header.top_k,
+                copies,
+                setting.reads_in_place,
             )
         self.counters = self.streamer.counters
         self._device_wait_s = 0.0
@@ -480,6 +496,7 @@ class Simulation:
         self.clock.pass_by(self.machine.host_ms / 1e3)
         for wave in self.slots.waves(step.layer, step.experts, step.guesses):
             gpu.compute_experts(wave)
+        self.clock.pass_by(self.machine.host_after_ms / 1e3)
 
     def _wait_for(self, gpu: Gpu) -> None:
         self._device_wait_s += max(0.0, gpu.computed_at - self.clock.now)
@@ -494,8 +511,3 @@ class Simulation:
             for wave in self.slots.batches(step.layer, step.experts):
                 self.gpu.compute_experts(wave)
             self._wait_for(self.gpu)
-
-
-def setting_of(drive: DriveConfig, **chosen: int) -> Setting:
-    """Return a setting with a config's way of reading; the rest as `Setting` has it."""
-    return Setting(window=drive.window, pieces=drive.pieces, piece_kib=drive.piece_kib, **chosen)

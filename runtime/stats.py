@@ -30,6 +30,7 @@ class ExpertCounters:
     guesses_cancelled: int = 0
     early_issued: int = 0  # guesses copied to VRAM ahead of their layer
     early_used: int = 0
+    warmed: int = 0  # read by a warm start, before anybody asked; not among the bytes read
     read_nbytes: int = 0
     wasted_nbytes: int = 0
     copied_nbytes: int = 0

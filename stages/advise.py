@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from runtime.advisor.facts import Machine, machine_of, situation_of, with_known
 from runtime.advisor.identity import find_variant
 from runtime.advisor.kb import KnowledgeBase, is_date
 from runtime.advisor.local_model import model_from_folder
-from runtime.advisor.own_runs import read_own_runs
+from runtime.advisor.own_runs import Here, read_own_runs
+from runtime.advisor.picture import draw
 from runtime.advisor.question import Heard, hear
-from runtime.advisor.render import draw, format_advice, to_markdown
+from runtime.advisor.question_hardware import hear_hardware, heard_of, machine_heard
+from runtime.advisor.render import format_advice, to_markdown
 from runtime.errors import UsageError
 from runtime.units import GIB
 from stages.core import Stage, StageContext
@@ -33,8 +37,18 @@ def run(ctx: StageContext) -> None:
     cfg = ctx.cfg
     kb = knowledge.load()
     heard = hear(kb, cfg.advise.question) if cfg.advise.question else None
+    hardware = hear_hardware(kb, cfg.advise.question) if cfg.advise.question else None
     model, variant = wanted_model(kb, cfg, heard)
+    if heard is not None and model["id"].startswith("model-local-"):
+        print(
+            f"the question names no model of the base: this is about model={cfg.model.name}, "
+            "advise.model= names another",
+            file=sys.stderr,
+        )
     machine = wanted_machine(kb, cfg, ctx.runner.root.parent)
+    if hardware is not None:
+        machine = machine_heard(kb, hardware, machine, is_named=is_machine_named(kb, cfg))
+    here = Here(platform.node(), _total_ram(), model)
     told = {k: v for k, v in asdict(cfg.advise.situation).items() if v is not None}
     situation = situation_of(kb, {**(heard.situation if heard else {}), **told})
     cache = None if cfg.cache.ram_gib is None else cfg.cache.ram_gib * GIB
@@ -46,10 +60,13 @@ def run(ctx: StageContext) -> None:
         situation,
         as_of(kb, cfg),
         question=cfg.advise.question,
+        heard=heard_of(kb, heard, hardware),
+        asked=() if heard is None else heard.gpus,
         cache_bytes=cache,
-        own_runs=read_own_runs(kb, outputs_of(cfg)),
+        own_runs=read_own_runs(kb, outputs_of(cfg), here),
     )
-    print(format_advice(advice), flush=True)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(format_advice(advice, width), flush=True)
     folder = ctx.runner.run_dir
     if folder is None:
         return
@@ -58,6 +75,13 @@ def run(ctx: StageContext) -> None:
     print(f"with every calculation: {folder / TEXT_NAME}", file=sys.stderr)
     if cfg.advise.plot and draw(advice, folder / PLOT_NAME):
         print(f"plot: {folder / PLOT_NAME}", file=sys.stderr)
+
+
+def is_machine_named(kb: KnowledgeBase, cfg: RunConfig) -> bool:
+    """Return whether advise.system or hw= names a machine of the base, and not just the one that this runs on."""
+    return cfg.advise.system is not None or any(
+        d.get("hw") == cfg.hw.name for d in kb.all("system")
+    )
 
 
 def as_of(kb: KnowledgeBase, cfg: RunConfig) -> str:
@@ -96,8 +120,15 @@ def wanted_model(
         document = model_from_folder(folder, cfg.model.name, known.get(cfg.model.family))
         return document, document["variants"][0]
     if match.document is None:
-        near = ", ".join(match.candidates) or ", ".join(m["id"] for m in kb.all("model"))
-        raise UsageError(f"{match.why}: the knowledge base does not know it", f"near it: {near}")
+        near = (
+            f"near it: {', '.join(match.candidates)}"
+            if match.candidates
+            else f"known: {', '.join(m['name'] for m in kb.all('model'))}"
+        )
+        raise UsageError(
+            f"{match.why} of the knowledge base",
+            f"{near}; else add it to conf/advisor/models.yaml, or point model.path at its folder",
+        )
     if match.variant is not None:
         return match.document, match.variant
     if not match.document["variants"]:
@@ -123,7 +154,14 @@ def wanted_machine(kb: KnowledgeBase, cfg: RunConfig, artifacts: Path) -> Machin
     if any(d.get("hw") == hw.name for d in kb.all("system")):
         return machine_of(kb, hw.name, **told)
     measured = read_record(artifacts)
-    found = Machine(f"this machine (hw={hw.name})", ram_bytes=_total_ram(), cpu=_this_cpu())
+    drive = {"id": "drive-here", "interface": measured.get("interface")}
+    found = Machine(
+        f"this machine (hw={hw.name})",
+        ram_bytes=_total_ram(),
+        cpu=_this_cpu(),
+        drives=({k: v for k, v in drive.items() if v},) if measured.get("drive_gib_s") else (),
+    )
+    is_as_it_is = all(value is None for value in told.values())
     for field, key in (
         ("disk_bw", "drive_gib_s"),
         ("pcie_bw", "pcie_gib_s"),
@@ -131,7 +169,14 @@ def wanted_machine(kb: KnowledgeBase, cfg: RunConfig, artifacts: Path) -> Machin
     ):
         if told.get(field) is None and measured.get(key):
             told[field] = float(measured[key]) * GIB
-    return with_known(found, told)
+    told["disk_free"] = float(_free(artifacts)) if found.drives else None
+    about = {"when": measured["when"], "unsteady": list(measured["unsteady"])} if measured else None
+    return replace(with_known(found, told), is_here=is_as_it_is, measured=about)
+
+
+def _free(folder: Path) -> int:
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 def _total_ram() -> float | None:

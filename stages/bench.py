@@ -23,6 +23,7 @@ from runtime.sampling import Sampler, SamplingParams
 from runtime.stats import Rates, RunSummary, TokenStats, summarize
 from runtime.text import TextCodec
 from stages.bench_report import Bench, Drafted, Repeat, document, draw, format_report
+from stages.bench_together import decode_together
 from stages.core import Progress, Stage, StageContext
 from stages.files import write_atomically
 from stages.opening import open_engine, setup_stages
@@ -77,7 +78,10 @@ def measure(engine: Engine, config: BenchConfig) -> Bench:
         for _ in range(config.repeats):
             if config.is_cold:
                 engine.forget_experts()
-            repeats.append(_repeat(engine, config, prompt, rates, bar, energy))
+            if engine.shared is None:
+                repeats.append(_repeat(engine, config, prompt, rates, bar, energy))
+            else:
+                repeats.append(_repeat_together(engine, config, rates, bar))
     joules = [repeat.joules for repeat in repeats if repeat.joules is not None]
     num_tokens = sum(token.num_tokens for repeat in repeats for token in repeat.tokens)
     total = _summary(engine, None, [token for r in repeats for token in r.tokens], rates)
@@ -92,6 +96,7 @@ def measure(engine: Engine, config: BenchConfig) -> Bench:
         hardware.peak_vram_nbytes(),
         None if drafting is None else Drafted(drafting.proposed, drafting.accepted),
         sum(joules) / num_tokens if joules else None,
+        engine.config.serve.max_batch,
     )
 
 
@@ -136,6 +141,19 @@ def _repeat(
     summary = _summary(engine, prefill, tokens, rates)
     joules = joules_at[-1] - joules_at[0 if config.is_cold else 1] if joules_at else None
     return Repeat(prefill, stats[:first], tokens, token_ids, summary, joules)
+
+
+def _repeat_together(engine: Engine, config: BenchConfig, rates: Rates, bar: Progress) -> Repeat:
+    """As `_repeat`, for serve.max_batch conversations of different prompts."""
+    count = engine.config.serve.max_batch
+    prompts = [
+        random_prompt(engine.codec, config.prompt_length, config.seed + number)
+        for number in range(count)
+    ]
+    prefill, passes, token_ids = decode_together(engine, config, prompts, bar.advance)
+    first = 0 if config.is_cold else config.warmup_tokens
+    summary = _summary(engine, prefill, passes[first:], rates)
+    return Repeat(prefill, passes[:first], passes[first:], token_ids, summary)
 
 
 class _Steps:

@@ -27,6 +27,7 @@ GROUPS = (
     "cache",
     "prefetch",
     "drafts",
+    "serve",
     "bench",
 )  # of the config: what a speed depends on
 HEADER = (
@@ -78,6 +79,7 @@ class Bench:
     peak_vram_nbytes: int
     drafted: Drafted | None = None  # None: decoded without drafts
     joules_per_token: float | None = None  # None: no GPU, or one that does not count
+    conversations: int = 1  # decoded together
 
     @property
     def is_repeatable(self) -> bool:
@@ -151,6 +153,12 @@ def format_drafts(drafted: Drafted, total: RunSummary) -> str:
     )
 
 
+def format_together(bench: Bench) -> str:
+    """Return the line about conversations decoded together; the table's tok/s are of all of them."""
+    count = bench.conversations
+    return f"{count} conversations decoded together: each gets {bench.total.decode_tok_s / count:.2f} tok/s"
+
+
 def format_rates(rates: Rates) -> str:
     """Return the line about the machine's rates, without those that were not measured."""
     named = {"drive": rates.drive_gib_s, "memory": rates.memory_gib_s, "PCIe": rates.pcie_gib_s}
@@ -167,11 +175,13 @@ def format_report(bench: Bench) -> str:
     if bench.joules_per_token is not None:
         peaks += f"; {bench.joules_per_token:.2f} J a token, of the GPU's board alone"
     drafts = [] if bench.drafted is None else [format_drafts(bench.drafted, bench.total)]
+    together = [format_together(bench)] if bench.conversations > 1 else []
     return "\n".join(
         (
             format_table(HEADER, table_rows(summaries, bench.total)),
             LEGEND,
             *drafts,
+            *together,
             format_prompt([repeat.prompt for repeat in bench.repeats]),
             format_rates(bench.rates),
             bench.plan,
@@ -198,6 +208,7 @@ def document(bench: Bench, cfg: RunConfig, folder: Path) -> dict[str, Any]:
         "decode_tok_s": {"median": median, "min": least, "max": most},
         "is_repeatable": bench.is_repeatable,
         "joules_per_token": bench.joules_per_token,
+        "conversations": bench.conversations,
         "drafted": None if bench.drafted is None else asdict(bench.drafted),
         "repeats": [_repeat(repeat) for repeat in bench.repeats],
         "total": bench.total.to_dict(),
@@ -268,6 +279,7 @@ def versions() -> dict[str, str | None]:
 def machine(folder: Path) -> dict[str, Any]:
     """Return what a reader must know of this machine to compare numbers."""
     return {
+        "host": platform.node(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "machine_cores": os.cpu_count(),

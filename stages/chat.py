@@ -11,11 +11,11 @@ from runtime import hardware
 from runtime.answers import Content, Reasoning
 from runtime.engine import Engine
 from runtime.session import FinishReason, Session
-from runtime.stats import RunSummary, TokenStats, format_summary, summarize
+from runtime.stats import Rates, RunSummary, TokenStats, format_summary, summarize
 from runtime.text import ChatOptions
 from stages.core import Stage, StageContext
 from stages.files import write_atomically
-from stages.opening import open_engine, setup_stages
+from stages.opening import open_engine, setup_stages, warm_up
 
 log = logging.getLogger("stages")
 
@@ -33,7 +33,9 @@ def run(ctx: StageContext) -> None:
         for line in engine.format_plan().splitlines():
             log.info("%s", line)
         options = ChatOptions(cfg.thinking, cfg.effort)
-        summary, tokens = answer(engine, messages, options, cfg.max_tokens)
+        rates = engine.measure_rates()  # before anything is read in the background
+        warm_up(engine, ctx.inputs)
+        summary, tokens = answer(engine, rates, messages, options, cfg.max_tokens)
     finally:
         engine.close()
     print(format_summary(summary), file=sys.stderr)
@@ -45,10 +47,13 @@ def run(ctx: StageContext) -> None:
 
 
 def answer(
-    engine: Engine, messages: list[dict[str, str]], options: ChatOptions, max_tokens: int
+    engine: Engine,
+    rates: Rates,
+    messages: list[dict[str, str]],
+    options: ChatOptions,
+    max_tokens: int,
 ) -> tuple[RunSummary, list[TokenStats]]:
     """Stream one answer to stdout and return its figures: of the run, and of each decoded token."""
-    rates = engine.measure_rates()
     session = Session(engine)
     params = replace(engine.default_sampling(), max_tokens=max_tokens)
     prompt = engine.codec.encode_chat(messages, options)

@@ -43,7 +43,7 @@ from runtime.forecast import Machine, tok_s, usable_cache
 from runtime.stats import Rates
 from runtime.units import GIB, MIB, format_nbytes
 from stages.core import DISK_MARGIN_NBYTES, Runner, Stage, StageContext
-from stages.doctor_record import RECORD_NAME
+from stages.doctor_record import RECORD_NAME, changes
 from stages.download import hub_cache, planned_spec, snapshot_of
 from stages.files import write_atomically
 from stages.plan import plan_fit
@@ -80,6 +80,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     rates: dict[str, float] = field(default_factory=dict)
     grid: list[DriveRate] = field(default_factory=list)
+    interface: str | None = None  # of the drive that experts are read from
 
     def add(self, area: str, what: str, verdict: str, value: str, advice: str = "") -> None:
         """Note a finding; `advice` says what to do about one that is not ok."""
@@ -104,8 +105,9 @@ def run(ctx: StageContext) -> None:
     check_drives(report, cfg, runner, 4 * MIB if sizes is None else sizes.record_nbytes)
     if sizes is not None:
         check_fit(report, cfg, sizes, has_gpu)
+    unsteady = check_steadiness(report, runner.root.parent, cfg.model.name)
     print(format_table(report.findings))
-    _save(ctx, report)
+    _save(ctx, report, unsteady)
     bad = [f"{f.area}: {f.what}" for f in report.findings if f.verdict == "bad"]
     if bad:
         raise UserError(
@@ -362,6 +364,7 @@ def check_drives(report: Report, cfg: RunConfig, runner: Runner, record_nbytes: 
         if files
         else (hub_cache(cfg).root if from_hub and in_place else runner.root)
     )
+    report.interface = find_mount(folder).interface
     places = {"experts": folder, "artifacts": runner.root}
     if from_hub:
         places["hub cache"] = hub_cache(cfg).root
@@ -540,13 +543,29 @@ def format_table(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _save(ctx: StageContext, report: Report) -> None:
+def check_steadiness(report: Report, artifacts: Path, model: str) -> list[str]:
+    """Compare the rates with the last record of this machine; return the names of those that moved."""
+    moved = changes(artifacts, model, report.rates)
+    for name, (then, when) in moved.items():
+        report.add(
+            "steady",
+            name,
+            "warn",
+            f"{report.rates[name]:.3g} now, {then:.3g} on {when[:16]}",
+            "more than 15 % apart: run it again with nothing else running",
+        )
+    return sorted(moved)
+
+
+def _save(ctx: StageContext, report: Report, unsteady: list[str]) -> None:
     """Leave the record for `plan`, and all numbers in the run's folder."""
     record = {
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "host": platform.node(),
         "model": ctx.cfg.model.name,
         "rates": report.rates,
+        "unsteady": unsteady,
+        "interface": report.interface,
         "findings": [asdict(finding) for finding in report.findings],
         "drive_grid": [asdict(rate) for rate in report.grid],
     }

@@ -12,10 +12,11 @@ from runtime.engine import Engine, EngineFiles
 from runtime.errors import VerificationError
 from runtime.models.deepseek_backends import resolve_arithmetic
 from stages.core import Output, Runner
-from stages.download import snapshot_of
+from stages.download import absolute, snapshot_of
 
 log = logging.getLogger("stages")
 
+WARM_FOLDER = "warm"  # under paths.outputs
 ROUTES_NAME = "routes.bin"  # in the folder of the run, with record=true
 
 
@@ -59,6 +60,16 @@ def open_engine(cfg: RunConfig, inputs: Mapping[str, Output], runner: Runner) ->
             raise
         log.info("recording routes: %s", path)
     return engine
+
+
+def warm_up(engine: Engine, inputs: Mapping[str, Output]) -> None:
+    """With cache.warm_start, go on with the experts that were warm when this model was last used."""
+    cfg = engine.config
+    if not cfg.cache.warm_start:
+        return
+    source = "repack" if "repack" in inputs else "download"
+    path = absolute(cfg.paths.outputs) / WARM_FOLDER / f"{cfg.model.name}.warm"
+    engine.warm_up(path, f"{source} {inputs[source].record['digest']}")
 
 
 def warn_of_slow_place(experts: Path) -> None:

@@ -8,7 +8,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import FrameType
 
@@ -24,9 +25,9 @@ from runtime.server.app import create_app
 from runtime.server.worker import Served, Worker
 from runtime.snapshot import SnapshotStore, make_key
 from runtime.units import GIB
-from stages.core import Output, Stage, StageContext
+from stages.core import Output, Runner, Stage, StageContext
 from stages.download import absolute, snapshot_of
-from stages.opening import open_engine, setup_stages
+from stages.opening import open_engine, setup_stages, warm_up
 
 log = logging.getLogger("stages")
 
@@ -60,6 +61,9 @@ class _Server(uvicorn.Server):
 
 def run(ctx: StageContext) -> None:
     """Bind first, so that a taken port is known before the model is loaded; then load and serve."""
+    if ctx.cfg.serve.replicas > 1:
+        _run_replicas(ctx)
+        return
     serve, model = ctx.cfg.serve, ctx.cfg.model
     key = read_key(serve)
     with bind(serve) as listener:
@@ -71,28 +75,12 @@ def run(ctx: StageContext) -> None:
                 serve.host,
             )
         server: _Server | None = None
-        cfg = with_room_for_snapshots(ctx.cfg)
 
         def on_failure() -> None:
             if server is not None:
                 server.should_exit = True
 
-        codec = load_family(model.family).open_codec(snapshot_of(ctx.inputs["download"]))
-        served = Served(
-            model.served_name,
-            model.revision,
-            codec,
-            model.context_tokens,
-            build.version(),
-            build.commit(),
-        )
-        worker = Worker(
-            served,
-            lambda: open_engine(cfg, ctx.inputs, ctx.runner),
-            lambda engine: open_store(cfg, ctx.inputs, engine),
-            serve.queue,
-            on_failure,
-        )
+        worker = make_worker(ctx.cfg, ctx.inputs, ctx.runner, on_failure)
         config = uvicorn.Config(
             create_app(worker, serve, key),
             log_config=None,
@@ -113,6 +101,59 @@ def run(ctx: StageContext) -> None:
         if worker.failure is not None:
             raise worker.failure
     log.info("stopped")
+
+
+def make_worker(
+    cfg: RunConfig, inputs: Mapping[str, Output], runner: Runner, on_failure: Callable[[], None]
+) -> Worker:
+    """Return a worker that is not started, for what the set-up stages have made."""
+    cfg, model = with_room_for_snapshots(cfg), cfg.model
+
+    def open_warm() -> Engine:
+        engine = open_engine(cfg, inputs, runner)
+        warm_up(engine, inputs)
+        return engine
+
+    served = Served(
+        model.served_name,
+        model.revision,
+        load_family(model.family).open_codec(snapshot_of(inputs["download"])),
+        model.context_tokens,
+        build.version(),
+        build.commit(),
+    )
+    return Worker(
+        served,
+        open_warm,
+        lambda engine: open_store(cfg, inputs, engine),
+        cfg.serve.queue,
+        on_failure,
+        cfg.serve.max_batch,
+    )
+
+
+def _run_replicas(ctx: StageContext) -> None:
+    try:
+        import ray.serve  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"serve.replicas={ctx.cfg.serve.replicas} needs Ray Serve, which cannot be imported: {error}",
+            "pip install -c constraints.txt -e '.[replicas]'",
+        ) from error
+    from stages import replicas
+
+    replicas.run(ctx)
+
+
+def wait_for_signal() -> None:
+    """Return at the first SIGINT or SIGTERM."""
+    is_over = threading.Event()
+    before = {sig: signal.signal(sig, lambda *_: is_over.set()) for sig in STOP_SIGNALS}
+    try:
+        is_over.wait()
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
 
 
 def read_key(serve: ServeConfig) -> str | None:

@@ -43,7 +43,7 @@ def run(ctx: StageContext) -> None:
         "model": asdict(trace.header),
         "setting": asdict(setting),
         "machine": asdict(machine_of(cfg)),
-        "policy": cfg.simulate.policy.value,
+        "policy": policy_of(cfg),
         "changed": changed_keys(cfg),
     }
     write_atomically(path, json.dumps(document, indent=1) + "\n")
@@ -89,12 +89,20 @@ def machine_of(cfg: RunConfig) -> Machine:
         depth=simulate.drive_depth,
         is_shared=simulate.is_shared,
         link_gib_s=simulate.link_gib_s,
+        in_place_gib_s=simulate.in_place_gib_s,
         vram_gib_s=simulate.vram_gib_s,
         expert_ms=simulate.expert_us / 1e3,
         layer_ms=simulate.layer_us / 1e3,
         host_ms=simulate.host_us / 1e3,
+        host_after_ms=simulate.host_after_us / 1e3,
         token_ms=simulate.token_us / 1e3,
     )
+
+
+def policy_of(cfg: RunConfig) -> str:
+    """Return who leaves the RAM tier."""
+    chosen = cfg.simulate.policy
+    return cfg.cache.policy.value if chosen is None else chosen.value
 
 
 def plan(cfg: RunConfig, header: RouteHeader) -> Setting:
@@ -114,6 +122,7 @@ def plan(cfg: RunConfig, header: RouteHeader) -> Setting:
         prefetch_experts=cfg.prefetch.experts,
         early_copies=cfg.prefetch.copy,
         kept_slots=min(experts, int(vram_gib * GIB) // header.record_nbytes),
+        reads_in_place=cfg.simulate.reads_in_place,
         sweep_rows=cfg.cache.sweep_experts,
         window=cfg.hw.drive.window,
         pieces=cfg.hw.drive.pieces,
@@ -137,7 +146,7 @@ def simulate(
     The latter is None where VRAM keeps experts too: then the RAM tier does not see every request.
     """
     machine = machine_of(cfg)
-    maker = cache_maker(cfg.simulate.policy.value, trace)
+    maker = cache_maker(policy_of(cfg), trace)
     tokens = Simulation(trace.header, machine, setting, maker).replay(trace)
     first = cfg.bench.warmup_tokens
     counted: list[TokenStats] = tokens[first : first + cfg.bench.tokens]
@@ -169,7 +178,7 @@ def format_simulation(
     s, header = summary, trace.header
     tokens = max(1, s.generated_tokens)
     cells: dict[str, Any] = {
-        "policy": cfg.simulate.policy.value,
+        "policy": policy_of(cfg),
         "tok/s": f"{s.decode_tok_s:.2f}",
         "p50 ms": f"{s.inter_token_p50_ms:.2f}",
         "p95 ms": f"{s.inter_token_p95_ms:.2f}",
@@ -192,10 +201,42 @@ def format_simulation(
     ]
     if hits is not None:
         lines.append(
-            f"from an empty start and without guesses {cfg.simulate.policy.value} finds {hits.policy:.1%} of all "
+            f"from an empty start and without guesses {policy_of(cfg)} finds {hits.policy:.1%} of all "
             f"experts, no policy more than {hits.bound:.1%}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *format_inputs(cfg, setting)])
+
+
+def format_inputs(cfg: RunConfig, setting: Setting) -> list[str]:
+    """Return everything that was assumed of machine, engine and routes, a line each."""
+    sim, machine, drive = cfg.simulate, machine_of(cfg), cfg.hw.drive
+    serving = "share the rate" if machine.is_shared else "one after the other"
+    lines = [
+        f"drive: {machine.drive_gib_s:g} GiB/s, {machine.latency_us:g} us latency, {machine.depth} reads at once, "
+        f"{serving}; {drive.window} experts in flight, {drive.pieces} pieces each of at least {drive.piece_kib} KiB",
+        f"guesses of the next layer: {setting.prefetch_experts} read from the drive, {setting.early_copies} copied to "
+        "VRAM",
+    ]
+    if machine.link_gib_s:
+        way = "read in place" if setting.reads_in_place else "copied to slots"
+        in_place = machine.in_place_gib_s or machine.link_gib_s
+        vram = f"{machine.vram_gib_s:g} GiB/s" if machine.vram_gib_s else "in no time"
+        lines.append(
+            f"link: copies {machine.link_gib_s:g} GiB/s, in place {in_place:g}; experts in RAM are {way}; from VRAM "
+            f"{vram}"
+        )
+    lines.append(
+        f"times: a layer beside its experts {sim.layer_us:g} us, an expert at least {sim.expert_us:g}, host "
+        f"{sim.host_us:g} before a layer's experts and {sim.host_after_us:g} behind their launch, once a token "
+        f"{sim.token_us:g}"
+    )
+    if cfg.simulate.routes is None:
+        lines.append(
+            f"routes: skew {sim.skew:g}, persistence {sim.persistence:g}, recall {sim.recall:g}, first two guesses "
+            f"{sim.best_two:g}, seed {cfg.bench.seed}"
+        )
+    lines.append(f"not counted: {cfg.bench.warmup_tokens} tokens that warm the cache")
+    return lines
 
 
 STAGE = Stage(name="simulate", run=run, is_endpoint=True)

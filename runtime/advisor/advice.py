@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from runtime.advisor.facts import Machine, RuleResult, Situation
 from runtime.advisor.kb import KnowledgeBase, age_days
 from runtime.advisor.money import prices_of
-from runtime.advisor.own_runs import compare
-from runtime.advisor.verdicts import Verdict, Walk, price_text
+from runtime.advisor.own_runs import compare, compare_own
+from runtime.advisor.paths.cloud import price_text
+from runtime.advisor.paths.walk import walk
+from runtime.advisor.verdicts import Case, Verdict
 from runtime.quantities import rounded
 
 SCHEMA = 1
@@ -25,12 +29,18 @@ def advise(
     as_of: str,
     *,
     question: str | None = None,
+    heard: Mapping[str, Any] | None = None,
+    asked: Sequence[str] = (),
     cache_bytes: float | None = None,
     own_runs: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return the advice as plain JSON values, sizes in bytes, numbers at six digits."""
-    walk = Walk(kb, model, variant, machine, situation, as_of, cache_bytes, own_runs)
-    verdicts = walk.run()
+    """Return the advice as plain JSON values, sizes in bytes, numbers at six digits.
+
+    heard: what was taken from the question; asked: cards that it names.
+    """
+    situation = _fitted(situation, model)
+    case = Case(kb, model, variant, machine, situation, as_of, cache_bytes, own_runs, asked=asked)
+    verdicts = walk(case)
     paths = [_path(kb, name, verdict) for name, verdict in verdicts.items()]
     runs = {r["id"]: r for r in [*kb.all("run"), *own_runs]}
     cited = sorted({v.run for v in verdicts.values() if v.run})
@@ -39,9 +49,11 @@ def advise(
         "kb_version": kb.version,
         "as_of": as_of,
         "question": question,
+        "heard": heard,
         "model": {"id": model["id"], "name": model["name"], "variant": variant["id"]},
         "machine": _machine(machine),
         "situation": situation.document(),
+        "unverified": _unverified(kb, model, machine),
         "assumptions": [
             {
                 "key": key,
@@ -54,12 +66,31 @@ def advise(
         ],
         "paths": paths,
         "questions": list(dict.fromkeys(v.question for v in verdicts.values() if v.question)),
-        "calculations": walk.ledger.entries,
+        "calculations": case.ledger.entries,
         "evidence": [_evidence(runs[name]) for name in cited],
+        "own_runs": compare_own(kb, model, variant, machine, own_runs),
         "prices": prices(kb, as_of, situation, verdicts),
     }
     cleaned: dict[str, Any] = clean(found)
     return cleaned
+
+
+def _unverified(kb: KnowledgeBase, model: Mapping[str, Any], machine: Machine | None) -> list[str]:
+    """Return the documents that the advice rests on and that nobody has looked up."""
+    used = [model]
+    if machine is not None:
+        used += [*machine.gpus, *machine.drives, *([machine.cpu] if machine.cpu else [])]
+        if machine.system_id is not None:
+            used.append(kb.get("system", machine.system_id))
+    return sorted({d["id"] for d in used if d.get("status") == "unverified"})
+
+
+def _fitted(situation: Situation, model: Mapping[str, Any]) -> Situation:
+    """Return the situation with an assumed context no longer than the model's window."""
+    most = float(model.get("ctx_max", math.inf))
+    if situation.status["context_tokens"] != "assumed" or situation["context_tokens"] <= most:
+        return situation
+    return replace(situation, values={**situation.values, "context_tokens": most})
 
 
 def prices(
@@ -77,6 +108,9 @@ def prices(
                 {
                     "offer": p.offer["id"],
                     "item": product,
+                    "name": kb.get("gpu", product)["name"]
+                    if product.startswith("gpu-")
+                    else product,
                     "amount": p.offer["price"],
                     "currency": p.offer["currency"],
                     "region": p.offer["region"],
@@ -96,6 +130,7 @@ def prices(
                 {
                     "offer": cloud,
                     "item": document.get("model", document.get("gpu")),
+                    "name": document["name"],
                     "text": price_text(document, as_of),
                     "amount": document.get("price_out", document.get("price_hour")),
                     "currency": document["currency"],
@@ -168,6 +203,7 @@ def _machine(machine: Machine | None) -> dict[str, Any] | None:
         "disk_bw": machine.disk_bw,
         "is_disk_measured": machine.is_disk_measured,
         "unified_memory_bytes": machine.unified_memory_bytes,
+        "measured": machine.measured,
     }
 
 

@@ -1,13 +1,11 @@
-"""Checks of a draft's names and numbers: entities, calculations, the number of each path, prices, sources, laws."""
+"""Checks of a draft's numbers: calculations recomputed, the number of each path, and the laws that a claim needs."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runtime.advisor import identity
 from runtime.advisor.draft import (
     CALC_TOLERANCE,
     FACT_TOLERANCE,
@@ -20,160 +18,14 @@ from runtime.advisor.draft import (
     shows,
 )
 from runtime.advisor.facts import machine_of
-from runtime.advisor.kb import age_days, is_date
-from runtime.advisor.money import VALID_DAYS
+from runtime.advisor.paths.walk import walk
 from runtime.advisor.slips import slip_name
-from runtime.advisor.verdicts import Walk
+from runtime.advisor.verdicts import Case
 from runtime.laws import LawError
-from runtime.quantities import CURRENCIES, UnitError, fits, parse_unit
+from runtime.quantities import UnitError, fits, parse_unit
 
 KV_LAWS = {"gqa": "L05", "mla": "L06", "hybrid": "L07", "compressed": "L07C"}
 SPEED_LAWS = frozenset({"L09", "L10", "L11", "L12", "L14", "L16"})
-_VAGUE = re.compile(
-    r"^\s*(a|an|some|any|ein|eine|какая|какой)\s|modern|typical|decent|some gpu", re.IGNORECASE
-)
-
-
-# ---- entities ------------------------------------------------------------------------------------------------------
-
-
-def _entities(d: Draft) -> Iterator[Fault]:
-    refs = [e["ref"] for e in d.block["entities"]]
-    for ref in sorted({r for r in refs if refs.count(r) > 1}):
-        yield Fault(
-            "E-SCHEMA", f"entities.{ref}", "the reference stands twice", "give each entity its own"
-        )
-    for entity in d.block["entities"]:
-        yield from _entity(d, entity)
-
-
-def _entity(d: Draft, entity: Mapping[str, Any]) -> Iterator[Fault]:
-    where, kind, name = f"entities.{entity['ref']}", entity["kind"], entity["name"]
-    is_word = len(identity.tokens(name)) < 2 and not any(c.isdigit() for c in name)
-    if (_VAGUE.search(name) or is_word) and not entity.get("kb_id"):
-        yield Fault("E-VAGUE", where, f"{name!r} is no product", "name the exact model or device")
-        return
-    match = d.kb.find(kind, name, entity.get("variant"))
-    wanted = entity.get("kb_id")
-    if wanted is None:
-        if match.document is not None:
-            yield from _take_entity(d, entity, match.document, match.variant)
-        elif entity.get("facts"):
-            yield from _own_facts(entity, where)
-        else:
-            near = ", ".join(match.candidates) or "nothing"
-            yield Fault(
-                "E-IDENT",
-                where,
-                f"{match.why}; near it: {near}",
-                "name the document's id, or give facts with their sources",
-            )
-        return
-    document = d.kb.documents[kind].get(wanted)
-    if document is None:
-        yield Fault(
-            "E-IDENT",
-            where,
-            f"there is no {kind} {wanted!r} in the knowledge base",
-            "use list_entities",
-        )
-        return
-    named = match.document or d.kb.find(kind, name).document
-    if named is None or named["id"] != wanted:
-        odd = identity.difference(name, document["name"])
-        said = f" ({', '.join(odd)} makes it another product)" if odd else ""
-        yield Fault(
-            "E-IDENT",
-            where,
-            f"{name!r} is not {document['name']!r}{said}",
-            "name the entity as its document does",
-            document["name"],
-            name,
-        )
-        return
-    variant = None
-    if entity.get("variant"):
-        variant = identity.find_variant(document, entity["variant"])
-        if variant is None:
-            known = ", ".join(v["id"] for v in document.get("variants", ())) or "none"
-            yield Fault(
-                "E-IDENT",
-                where,
-                f"{document['name']} has no variant {entity['variant']!r}; known: {known}",
-                "name one of them",
-            )
-            return
-    yield from _take_entity(d, entity, document, variant or match.variant)
-
-
-def _take_entity(
-    d: Draft,
-    entity: Mapping[str, Any],
-    document: Mapping[str, Any],
-    variant: Mapping[str, Any] | None,
-) -> Iterator[Fault]:
-    d.documents[entity["ref"]] = document
-    if entity["kind"] == "model" and document["variants"]:
-        d.variants[entity["ref"]] = variant or document["variants"][0]
-    for name, value in entity.get("facts", {}).items():
-        stated = value.get("value") if isinstance(value, Mapping) else value
-        known = document.get(name, (variant or {}).get(name))
-        if (
-            isinstance(known, (int, float))
-            and isinstance(stated, (int, float))
-            and not near(stated, known, FACT_TOLERANCE)
-        ):
-            yield Fault(
-                "E-INPUT",
-                f"entities.{entity['ref']}.{name}",
-                f"the knowledge base says {known:g}",
-                "take its value",
-                known,
-                stated,
-            )
-
-
-_NEEDED = {
-    "model": ("arch", "layers", "ctx_max", "kv_kind", "modality"),
-    "gpu": ("vram_bytes", "vram_bw", "compute_capability"),
-    "cpu": ("isa",),
-    "drive": ("interface", "read_bw_measured"),
-    "system": ("ram_bytes",),
-    "engine": ("formats",),
-}
-
-
-def _own_facts(entity: Mapping[str, Any], where: str) -> Iterator[Fault]:
-    facts = entity["facts"]
-    needed = list(_NEEDED[entity["kind"]])
-    if entity["kind"] == "model" and "file_bytes" not in facts:
-        needed += ["params_total", "bits_eff"]
-    missing = [name for name in needed if name not in facts]
-    if missing:
-        yield Fault(
-            "E-VAGUE",
-            where,
-            f"not in the knowledge base, and {', '.join(missing)} is not given",
-            "give each with its source",
-        )
-    values = {n: (v.get("value") if isinstance(v, Mapping) else v) for n, v in facts.items()}
-    unknown = [n for n, v in values.items() if v == "unknown"]
-    if len(unknown) > 0.3 * max(1, len(needed)):
-        yield Fault(
-            "E-VAGUE",
-            where,
-            f"{', '.join(unknown)} is unknown: too much to judge",
-            "find out at least 70 % of the facts",
-        )
-    for name, value in facts.items():
-        has_source = isinstance(value, Mapping) and (value.get("source") or value.get("web"))
-        if not has_source and not entity.get("web") and values[name] != "unknown":
-            yield Fault(
-                "E-SOURCE", f"{where}.{name}", "the fact has no source", "add where it comes from"
-            )
-
-
-# ---- calculations --------------------------------------------------------------------------------------------------
 
 
 def _calculations(d: Draft) -> Iterator[Fault]:
@@ -341,9 +193,6 @@ def _input_facts(d: Draft, entry: Mapping[str, Any], where: str) -> Iterator[Fau
             )
 
 
-# ---- situation, paths ----------------------------------------------------------------------------------------------
-
-
 def _situation(d: Draft) -> Iterator[Fault]:
     for key, entry in d.block["situation"].items():
         if entry["status"] == "known" and entry["value"] is None:
@@ -365,7 +214,7 @@ def _core(d: Draft) -> Iterator[Fault]:
         d.machine = machine_of(d.kb, systems[0]["id"])
     model, variant = d.documents[models[0]], d.variants[models[0]]
     as_of = str(d.block.get("as_of", d.kb.as_of))
-    d.core = Walk(d.kb, model, variant, d.machine, d.situation, as_of).run()
+    d.core = walk(Case(d.kb, model, variant, d.machine, d.situation, as_of))
     yield from ()
 
 
@@ -491,160 +340,6 @@ def _same_unit(text: str, given: Any) -> bool:
     return fits(parse_unit(text)[1], given)
 
 
-# ---- sources and prices --------------------------------------------------------------------------------------------
-
-
-def _identity_of_prices(d: Draft) -> Iterator[Fault]:
-    """A price is of exactly the entity that it names; a cloud price of another version is not the model's."""
-    for number, price in enumerate(d.block["prices"], 1):
-        where = f"prices.{number}"
-        item = price["item"]
-        document = d.documents.get(item)
-        if document is None:
-            found = d.kb.by_id(item)
-            document = found[1] if found else None
-        if document is None:
-            matches = [d.kb.find(kind, item).document for kind in ("model", "gpu", "system", "cpu")]
-            document = next((m for m in matches if m is not None), None)
-        if document is None:
-            yield Fault(
-                "E-IDENT",
-                where,
-                f"{item!r} is no entity of the draft and no document",
-                "name an entity's ref or a document's id",
-            )
-            continue
-        mine = [doc for doc in d.documents.values() if doc["id"].startswith("model-")]
-        is_model = document["id"].startswith("model-")
-        if is_model and mine and document["id"] not in [m["id"] for m in mine]:
-            odd = identity.difference(document["name"], mine[0]["name"])
-            yield Fault(
-                "E-IDENT",
-                where,
-                f"the price is of {document['name']}, the answer is about {mine[0]['name']} ({', '.join(odd)})",
-                "a price of another model does not count",
-                mine[0]["name"],
-                document["name"],
-            )
-        offers = [
-            o
-            for kind in ("offer", "cloud")
-            for o in d.kb.all(kind)
-            if document["id"] in (o.get("product"), o.get("model"), o.get("gpu"))
-        ]
-        source = price.get("source")
-        named = [
-            o
-            for o in offers
-            if source in (*o["sources"], o["id"]) and o["date"] == price.get("date")
-        ]
-        amounts = [
-            o[k]
-            for o in named
-            for k in ("price", "price_in", "price_in_cached", "price_out", "price_hour")
-            if k in o
-        ]
-        if amounts and not any(near(price["amount"], a, FACT_TOLERANCE) for a in amounts):
-            yield Fault(
-                "E-INPUT",
-                where,
-                f"the offer says {', '.join(f'{a:g}' for a in amounts)}",
-                "take its amount",
-                amounts[0],
-                price["amount"],
-            )
-
-
-def _prices(d: Draft) -> Iterator[Fault]:
-    for number, price in enumerate(d.block["prices"], 1):
-        where = f"prices.{number}"
-        if price["currency"] not in CURRENCIES:
-            yield Fault(
-                "E-UNIT",
-                where,
-                f"{price['currency']!r} is no currency of this base",
-                f"known: {', '.join(CURRENCIES)}",
-            )
-        missing = [k for k in ("region", "date") if not price.get(k)]
-        if missing:
-            yield Fault(
-                "E-SOURCE",
-                where,
-                f"the price has no {' and no '.join(missing)}",
-                "say where and when it was seen",
-            )
-            continue
-        if not is_date(price["date"]):
-            yield Fault("E-SOURCE", where, f"{price['date']!r} is no day", "write it as 2026-11-30")
-            continue
-        age = age_days(price["date"], d.kb.as_of)
-        if (
-            age > VALID_DAYS
-            and price["date"] not in d.text
-            and not re.search(r"\b(old|stale|alt|veraltet|устар|days|Tage)", d.text)
-        ):
-            is_named = any(
-                price["date"] in p.get("why", "") or "days old" in p.get("why", "")
-                for p in d.block["paths"]
-            )
-            yield Fault(
-                "E-SOURCE",
-                where,
-                f"the price is {age} days old and nothing says so",
-                "say its date in the text",
-                is_warning=is_named,
-            )
-
-
-def _sources(d: Draft) -> Iterator[Fault]:
-    known = {s["id"] for s in d.kb.all("source")} | {
-        o["id"] for k in ("offer", "cloud") for o in d.kb.all(k)
-    }
-    for number, price in enumerate(d.block["prices"], 1):
-        source, web = price.get("source"), price.get("web", [])
-        if source in known:
-            continue
-        where = f"prices.{number}"
-        if not web and not (source or "").startswith("http"):
-            yield Fault(
-                "E-SOURCE",
-                where,
-                f"the source {source!r} is not in the knowledge base, and there is no address",
-                "name one",
-            )
-        elif not d.searched_web:
-            yield Fault(
-                "E-SOURCE",
-                where,
-                "an address is given, but nothing was searched",
-                "take a price of the base, or search",
-            )
-    for entity in d.block["entities"]:
-        if entity.get("web") and not d.searched_web:
-            yield Fault(
-                "E-SOURCE",
-                f"entities.{entity['ref']}",
-                "an address is given, but nothing was searched",
-                "take facts of the base, or search",
-            )
-    for name in d.block["evidence"]:
-        if name not in d.kb.documents["run"]:
-            yield Fault(
-                "E-SOURCE",
-                f"evidence.{name}",
-                f"there is no run {name!r}",
-                "use list_entities kind=run",
-            )
-    for path in d.block["paths"]:
-        if path.get("run") and path["run"] not in d.kb.documents["run"]:
-            yield Fault(
-                "E-SOURCE",
-                f"paths.{path['id']}",
-                f"there is no run {path['run']!r}",
-                "use list_entities kind=run",
-            )
-
-
 def _laws(d: Draft) -> Iterator[Fault]:
     """The laws that a kind of claim needs must be among the calculations."""
     used = {c["law"] for c in d.block["calculations"]}
@@ -679,14 +374,4 @@ def _laws(d: Draft) -> Iterator[Fault]:
             yield Fault("E-LAW", f"entities.{ref}", "the model is sized by nothing", "compute L01")
 
 
-CHECKS = (
-    _entities,
-    _calculations,
-    _situation,
-    _core,
-    _paths,
-    _identity_of_prices,
-    _prices,
-    _sources,
-    _laws,
-)
+CHECKS = (_calculations, _situation, _core, _paths, _laws)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
 from collections.abc import Iterator
@@ -45,7 +46,9 @@ _UNITS = (
     "%",
     "ms",
 )
-_NUMBER = r"(?:\d{1,3}(?:[   ']\d{3})+(?:[.,]\d+)?|\d+(?:[.,]\d+)*)"
+# at most eight groups: without a bound, a text of groups and no unit takes quadratic time
+_NUMBER = r"(?:\d{1,3}(?:[   ']\d{3}){1,8}(?:[.,]\d{1,20})?|\d{1,20}(?:[.,]\d{1,20}){0,8})"
+MAX_GUESSES = 50  # numbers from nowhere for which a slip is looked for
 _ALL_UNITS = "|".join(re.escape(u) for u in sorted(_UNITS, key=len, reverse=True))
 _PROSE = re.compile(
     rf"(?<![\w.,/-])(?:(?P<before>[€$£])\s?(?P<n1>{_NUMBER})|(?P<n2>{_NUMBER})\s?(?P<unit>{_ALL_UNITS})(?![\w/]))"
@@ -81,26 +84,20 @@ def _prose(d: Draft) -> Iterator[Fault]:
     for document in d.documents.values():
         for alias in (document["name"], *document.get("aliases", ())):
             text = text.replace(alias, " ")
-    for shown, readings, unit in numbers_in(text):
-        factor, parsed = parse_unit(unit)
-        values = [r * factor for r in readings]
-        if any(
-            near(v, k, PROSE_TOLERANCE) or _rounds_to(shown, v / factor, k / factor)
-            for v in values
-            for k, u in known
-            if _alike(parsed, u)
-        ):
+    by_unit: dict[str, _Known] = {}
+    guesses = 0
+    for shown, readings, unit in dict.fromkeys(numbers_in(text)):
+        if unit not in by_unit:
+            by_unit[unit] = _Known.of(unit, known)
+        alike = by_unit[unit]
+        values = [r * alike.factor for r in readings]
+        if any(alike.has(v, shown) for v in values):
             continue
-        alike = [k for k, u in known if _alike(parsed, u)]
-        slip = next(
-            (
-                s
-                for v in values
-                for k in alike
-                if (s := slip_name(v, k, {}, d.situation)) and "power of ten" in s
-            ),
-            None,
-        )
+        slip = None
+        if guesses < MAX_GUESSES:
+            guesses += 1
+            slips = (slip_name(v, k, {}, d.situation) for v in values for k in alike.numbers)
+            slip = next((s for s in slips if s and "power of ten" in s), None)
         said = f"; perhaps {slip}" if slip else ""
         yield Fault(
             "E-UNIT",
@@ -111,9 +108,29 @@ def _prose(d: Draft) -> Iterator[Fault]:
         )
 
 
-def _rounds_to(shown: str, value: float, known: float) -> bool:
-    digits = len(re.sub(r"\D", "", shown).lstrip("0")) or 1
-    return digits >= 2 and f"{known:.{digits}g}" == f"{value:.{digits}g}"
+class _Known:
+    """The numbers of a draft that a unit can be compared with, sorted, so that a long text is looked up fast."""
+
+    def __init__(self, factor: float, numbers: list[float]) -> None:
+        self.factor, self.numbers = factor, sorted(set(numbers))
+        self._rounded: dict[int, set[str]] = {}
+
+    @classmethod
+    def of(cls, unit: str, known: list[tuple[float, Any]]) -> _Known:
+        factor, parsed = parse_unit(unit)
+        return cls(factor, [k for k, u in known if _alike(parsed, u)])
+
+    def has(self, value: float, shown: str) -> bool:
+        """Tell whether a number is near one of these, or one of these as it is displayed with as many digits."""
+        at = bisect.bisect_left(self.numbers, value)
+        if any(near(value, k, PROSE_TOLERANCE) for k in self.numbers[max(0, at - 1) : at + 1]):
+            return True
+        digits = len(re.sub(r"\D", "", shown).lstrip("0")) or 1
+        if digits < 2:
+            return False
+        if digits not in self._rounded:
+            self._rounded[digits] = {f"{k / self.factor:.{digits}g}" for k in self.numbers}
+        return f"{value / self.factor:.{digits}g}" in self._rounded[digits]
 
 
 def _alike(one: Any, other: Any) -> bool:

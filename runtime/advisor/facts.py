@@ -14,6 +14,7 @@ from runtime.quantities import GIB_BYTES, UnitError, parse_quantity, parse_unit
 HEADROOM = 0.06  # of video memory, left free
 SYSTEM_RAM = 8 * GIB_BYTES  # of RAM, left to the system, the server and the pinned ring
 CACHE_SHARE = 0.5  # of RAM at most, by default: rule R20
+HERE = "system-here"  # in runs: the machine that this runs on, which has no document
 DISK_RULES = ("R02", "R03", "R04", "R05", "R18", "R20")
 
 
@@ -37,6 +38,15 @@ class Machine:
     gpu_slots: int | None = None
     psu_w: float | None = None
     load_w: float | None = None
+    is_here: bool = False  # the machine that this runs on, as it is
+    measured: Mapping[str, Any] | None = (
+        None  # here by `doctor`: when, and which rates are not steady
+    )
+
+    @property
+    def runs_of(self) -> str | None:
+        """The system whose measured runs hold for this machine; None where something about it was changed."""
+        return HERE if self.is_here else self.system_id
 
     @property
     def gpu(self) -> Mapping[str, Any] | None:
@@ -54,7 +64,8 @@ class Machine:
 
     @property
     def is_disk_measured(self) -> bool:
-        return all("read_bw_measured" in d for d in self._fast()) and bool(self._fast())
+        read = self._fast() or self.drives
+        return all("read_bw_measured" in d for d in read) and bool(read)
 
     def _fast(self) -> list[Mapping[str, Any]]:
         return [d for d in self.drives if str(d.get("interface")).startswith("nvme")]
@@ -71,7 +82,7 @@ class Machine:
 
     def changed(self, **fields: Any) -> Machine:
         """Return this machine with something bought for it."""
-        return replace(self, system_id=None, **fields)
+        return replace(self, system_id=None, is_here=False, **fields)
 
 
 def machine_of(kb: KnowledgeBase, name: str, **known: float | None) -> Machine:
@@ -119,7 +130,7 @@ def with_known(machine: Machine, known: Mapping[str, float | None]) -> Machine:
         if name == "disk_bw":
             old = machine.disk_bw
             if old is None or abs(old - value) > 0.01 * old or not machine.is_disk_measured:
-                base = dict(machine.drive or {"interface": "nvme-gen4", "id": "drive-told"})
+                base = dict(machine.drive or {"id": "drive-told"})
                 changes["drives"] = ({**base, "read_bw_measured": value},)
         elif name == "disk_free":
             drives = changes.get("drives", machine.drives)
@@ -133,13 +144,16 @@ def with_known(machine: Machine, known: Mapping[str, float | None]) -> Machine:
     is_other = bool(changes.keys() - {"drives"}) or machine.disk_bw is None
     after = replace(machine, **changes)
     if is_other or after.disk_bw != machine.disk_bw:
-        after = replace(after, system_id=None)
+        after = replace(after, system_id=None, is_here=False)
     return after
 
 
-def machine_from(kb: KnowledgeBase, given: Mapping[str, Any]) -> Machine:
+def machine_from(
+    kb: KnowledgeBase, given: Mapping[str, Any], base: Machine | None = None
+) -> Machine:
     """Return a machine described by names and sizes: gpu, cpu, ram, ram_bw, pcie_bw, drive (an interface), disk_bw,
-    disk_free, unified_memory, gpu_slots, psu_w. Sizes are bytes or texts with a unit.
+    disk_free, unified_memory, gpu_slots, psu_w. Sizes are bytes or texts with a unit. What is not given is as in
+    `base`, or not known.
 
     Raises UsageError naming the field that cannot be used.
     """
@@ -166,21 +180,26 @@ def machine_from(kb: KnowledgeBase, given: Mapping[str, Any]) -> Machine:
     machine = (
         machine_of(kb, str(given["system"]))
         if "system" in given
-        else Machine("the machine described")
+        else base or Machine("the machine described")
     )
     changes: dict[str, Any] = {}
     if "gpu" in given:
         names = given["gpu"] if isinstance(given["gpu"], list) else [given["gpu"]]
-        changes["gpus"] = tuple(_named(kb, "gpu", str(n)) for n in names)
+        gpus = tuple(_named(kb, "gpu", str(n)) for n in names)
+        if gpus != machine.gpus:
+            changes["gpus"] = gpus
     if "cpu" in given:
-        changes["cpu"] = _named(kb, "cpu", str(given["cpu"]))
+        cpu = _named(kb, "cpu", str(given["cpu"]))
+        if machine.cpu != cpu:
+            changes["cpu"] = cpu
     if "drive" in given:
         kinds = ("nvme-gen3", "nvme-gen4", "nvme-gen5", "sata", "hdd")
         if given["drive"] not in kinds:
             raise UsageError(f"hardware.drive is {given['drive']!r}", f"known: {', '.join(kinds)}")
-        changes["drives"] = ({"id": "drive-told", "interface": given["drive"]},)
+        if machine.drive is None or machine.drive.get("interface") != given["drive"]:
+            changes["drives"] = ({"id": "drive-told", "interface": given["drive"]},)
     if changes:
-        machine = replace(machine, system_id=None, calibrated_as=None, **changes)
+        machine = replace(machine, system_id=None, is_here=False, calibrated_as=None, **changes)
     fields = {"ram": "ram_bytes", "unified_memory": "unified_memory_bytes"}
     return with_known(machine, {fields.get(n, n): v for n, v in sizes.items()})
 

@@ -23,7 +23,7 @@ def visible(text: str) -> str:
     """Return a text without code, addresses and numbers."""
     text = re.sub(r"```.*?(```|\Z)", " ", text, flags=re.DOTALL)
     text = re.sub(r"`[^`]*`|https?://\S+", " ", text)
-    return re.sub(r"[\w.-]*\d[\w.,-]*", " ", text)
+    return re.sub(r"[\w.,-]+", lambda word: " " if re.search(r"\d", word[0]) else word[0], text)
 
 
 def detect(text: str, ignore: frozenset[str] = frozenset()) -> str | None:

@@ -18,6 +18,12 @@ class Ledger:
         self.entries: list[dict[str, Any]] = []
         self._seen: dict[tuple[Any, ...], str] = {}
 
+    def reckoned_in(self, currency: str) -> Ledger:
+        """Return a ledger over the same entries that writes money in another currency."""
+        other = Ledger(self._laws, currency)
+        other.entries, other._seen = self.entries, self._seen
+        return other
+
     def compute(self, law_id: str, about: Sequence[str] = (), **inputs: float) -> tuple[float, str]:
         """Return (result in base units, reference of the calculation)."""
         law = self._laws[law_id]

@@ -9,6 +9,7 @@ from typing import Any
 from runtime.advisor.kb import KnowledgeBase, age_days
 
 VALID_DAYS = 90
+EVERYWHERE = "WW"  # a region
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,13 @@ class Price:
     def text(self) -> str:
         """Return it for people, with its age."""
         o = self.offer
-        said = (
-            f"{o['price']:g} {o['currency']} ({o['region']}, {o['date']}, {self.age_days} days old)"
-        )
+        said = f"{o['price']:g} {o['currency']} ({place(o['region'])}, {o['date']}, {self.age_days} days old)"
         return said if self.is_valid else f"{said}: {'; '.join(self.faults)}"
+
+
+def place(region: str) -> str:
+    """Return a region in words."""
+    return "worldwide" if region == EVERYWHERE else region
 
 
 def price_of(
@@ -61,7 +65,7 @@ def date_faults(offer: Mapping[str, Any], as_of: str, country: str | None) -> li
         faults.append(f"older than {valid} days")
     if age < 0:
         faults.append(f"dated after {as_of}")
-    if country is not None and offer["region"] != country:
+    if country is not None and offer["region"] not in (country, EVERYWHERE):
         faults.append(f"of {offer['region']}, not {country}")
     return faults
 

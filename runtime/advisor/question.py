@@ -13,9 +13,11 @@ from typing import Any
 
 from runtime.advisor import identity
 from runtime.advisor.kb import KnowledgeBase
+from runtime.errors import UsageError
 from runtime.quantities import parse_number, parse_number_ways
 
-_N = r"(\d[\d.,]*(?:[   ]\d{3})*)"
+MAX_LENGTH = 4000  # characters of a question
+NUMBER = r"(\d[\d.,]*(?:[   ]\d{3})*)"
 _MONEY = {
     "€": "EUR",
     "eur": "EUR",
@@ -55,28 +57,31 @@ _COUNTRIES = {
     "united kingdom": "GB",
     "japan": "JP",
 }
+_MILLION = r"(?:m|mio\.?|million(?:s|en)?|млн)\b\s*(?:tok\w*|токен\w*)?"
 _NUMBERS = (  # (key, pattern, factor)
     (
         "min_tok_s",
-        rf"{_N}\s*(?:tok/s|tokens?/s|t/s|tokens? (?:per|a|each) second|token pro sekunde|токен\w* в секунду)",
+        rf"{NUMBER}\s*(?:tok/s|tokens?/s|t/s|tokens? (?:per|a|each) second|token pro sekunde|токен\w* в секунду)",
         1.0,
     ),
     (
         "context_tokens",
-        rf"{_N}\s*k\b\s*(?:tokens? )?(?:of )?(?:context|kontext|контекст\w*)",
+        rf"{NUMBER}\s*k\b\s*(?:tokens? )?(?:of )?(?:context|kontext|контекст\w*)",
         1000.0,
     ),
-    ("context_tokens", rf"(?:context|kontext|контекст\w*)\D{{0,12}}{_N}\s*k\b", 1000.0),
-    ("context_tokens", rf"{_N}\s*(?:tokens? )(?:of )?(?:context|kontext)", 1.0),
-    ("users", rf"{_N}\s*(?:users|people|persons|nutzer|personen|пользовател\w*|человек)", 1.0),
+    ("context_tokens", rf"(?:context|kontext|контекст\w*)\D{{0,12}}{NUMBER}\s*k\b", 1000.0),
+    ("context_tokens", rf"{NUMBER}\s*(?:tokens? )(?:of )?(?:context|kontext)", 1.0),
+    ("users", rf"{NUMBER}\s*(?:users|people|persons|nutzer|personen|пользовател\w*|человек)", 1.0),
     (
         "hours_day",
-        rf"{_N}\s*(?:h|hours?|stunden?|час\w*|ч)\s*(?:a|per|each|/|pro|am|в)\s*(?:day|tag|день)",
+        rf"{NUMBER}\s*(?:h|hours?|stunden?|час\w*|ч)\s*(?:a|per|each|/|pro|am|в)\s*(?:day|tag|день)",
         1.0,
     ),
-    ("horizon_months", rf"{_N}\s*(?:months|monate|месяц\w*)", 1.0),
-    ("horizon_months", rf"{_N}\s*(?:years?|jahre?|год\w*|лет)", 12.0),
-    ("line_mbit", rf"{_N}\s*mbit", 1.0),
+    ("horizon_months", rf"{NUMBER}\s*(?:months|monate|месяц\w*)", 1.0),
+    ("horizon_months", rf"{NUMBER}\s*(?:years?|jahre?|год\w*|лет)", 12.0),
+    ("line_mbit", rf"{NUMBER}\s*mbit", 1.0),
+    ("tokens_in_month", rf"{NUMBER}\s*{_MILLION}\s*(?:in\b|rein\b|input|на вход)", 1e6),
+    ("tokens_out_month", rf"{NUMBER}\s*{_MILLION}\s*(?:out\b|raus\b|output|на выход)", 1e6),
 )
 _FLAGS = (
     (
@@ -84,6 +89,7 @@ _FLAGS = (
         r"no cloud|without (?:the |a )?cloud|not? (?:in|into|to) the cloud|offline|keine cloud|ohne cloud|без облак",
         False,
     ),
+    ("cloud_allowed", r"cloud (?:is|ist) (?:allowed|fine|ok|erlaubt)|облако можно", True),
     (
         "accepts_smaller",
         r"no smaller model|exactly this model|kein kleineres modell|только эт\w+ модель",
@@ -102,18 +108,22 @@ class Heard:
 
 
 def hear(kb: KnowledgeBase, question: str) -> Heard:
-    """Return what a question says."""
+    """Return what a question says. Raises UsageError for one that is too long."""
+    if len(question) > MAX_LENGTH:
+        raise UsageError(
+            f"the question has {len(question)} characters", f"say it in at most {MAX_LENGTH}"
+        )
     text = unicodedata.normalize("NFKC", question).lower()
     found: dict[str, Any] = {}
     rest = text
-    kwh = re.search(rf"{_N}\s*({_CUR}|ct|cents?)\s*(?:/|per |a |pro |за )\s*kwh", text)
+    kwh = re.search(rf"{NUMBER}\s*({_CUR}|ct|cents?)\s*(?:/|per |a |pro |за )\s*kwh", text)
     if kwh:
         value = parse_number(kwh[1].rstrip(".,"))
         if value is not None:
             is_cent = kwh[2] not in _MONEY
             found["price_kwh"] = value / 100 if is_cent else value
             rest = rest.replace(kwh[0], " ")
-    for pattern in (rf"({_CUR})\s*{_N}", rf"{_N}\s*({_CUR})(?!\w)(?!\s*/)"):
+    for pattern in (rf"({_CUR})\s*{NUMBER}", rf"{NUMBER}\s*({_CUR})(?!\w)(?!\s*/)"):
         money = re.search(pattern, rest)
         if money:
             word, number = (money[1], money[2]) if money[1] in _MONEY else (money[2], money[1])

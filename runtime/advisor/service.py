@@ -20,6 +20,7 @@ from runtime.advisor.kb import KnowledgeBase, is_date
 from runtime.advisor.ledger import Ledger
 from runtime.advisor.own_runs import read_own_runs
 from runtime.advisor.question import hear
+from runtime.advisor.question_hardware import hear_hardware, heard_of, machine_heard
 from runtime.advisor.speeds import Speeds
 from runtime.advisor.validator import MAX_NBYTES, MAX_ROUNDS, check_answer
 from runtime.errors import UserError
@@ -64,14 +65,17 @@ class Advice(BaseModel):
     kb_version: str
     as_of: str
     question: str | None
+    heard: dict[str, Any] | None
     model: dict[str, Any]
     machine: dict[str, Any] | None
     situation: dict[str, Any]
+    unverified: list[str]
     assumptions: list[dict[str, Any]]
     paths: list[dict[str, Any]]
     questions: list[str]
     calculations: list[dict[str, Any]]
     evidence: list[dict[str, Any]]
+    own_runs: list[dict[str, Any]]
     prices: list[dict[str, Any]]
 
 
@@ -193,13 +197,16 @@ class Service:
     ) -> Advice:
         """Walk all twelve paths for a model on a machine. hw: a machine of the base; hardware: parts and sizes."""
         kb = self.kb
-        heard = hear(kb, question) if question else None
+        heard = _asked("question", lambda: hear(kb, question)) if question else None
         if model is None and heard is not None and len(heard.models) == 1:
             model = heard.models[0]
         if model is None:
             raise ServiceError(400, "which model? name one of list_entities kind=model", "model")
         document, found_variant = self._model(kb, model, variant)
         machine = self._machine(kb, hw, hardware)
+        parts = hear_hardware(kb, question) if question else None
+        if parts is not None and hardware is None:
+            machine = machine_heard(kb, parts, machine, is_named=hw is not None)
         told = {**(heard.situation if heard else {}), **(situation or {})}
         day = as_of or kb.as_of
         if not is_date(day):
@@ -207,7 +214,16 @@ class Service:
         parsed = _asked("situation", lambda: situation_of(kb, told))
         own = read_own_runs(kb, self._outputs) if self._outputs is not None else []
         found = advise(
-            kb, document, found_variant, machine, parsed, day, question=question, own_runs=own
+            kb,
+            document,
+            found_variant,
+            machine,
+            parsed,
+            day,
+            question=question,
+            heard=heard_of(kb, heard, parts),
+            asked=() if heard is None else heard.gpus,
+            own_runs=own,
         )
         return Advice(**{k: v for k, v in found.items() if k != "schema"})
 

@@ -18,6 +18,7 @@ HIT_EXPONENT = (0.50, 0.32, 0.15)
 LAYER_S = (2.8e-3, 1.5e-3, 0.3e-3)
 OVERLAP = (1.0, 0.55, 0.2)
 DENSE_SHARE = (0.62, 0.75, 0.88)
+UNIFIED_MOE_SHARE = (0.45, 0.65, 0.88)  # of memory's rate: 0.48 was seen (run-ext-07)
 CACHE_TOLERANCE = 0.20
 OWN_ENGINE = "engine-nvmoe"
 
@@ -87,6 +88,10 @@ class Speeds:
             top_k=m["top_k"],
             expert_bytes=self.variant["expert_bytes"],
         )
+
+    def token_bytes(self) -> tuple[float, str | None]:
+        """Return the bytes of weights that a token needs beside residents: routed ones (L04), all of a dense model."""
+        return self.routed_token() or (self.active_resident(), None)
 
     def kv(self, tokens: float, users: float) -> tuple[float, str] | None:
         """Return bytes of keys and values by the law of the model's kind; None when its shape is not known."""
@@ -249,8 +254,20 @@ class Speeds:
         top = self.on_cpu(machine)
         if top is None:
             return None
-        lo, mid, hi = (share * top.hi for share in DENSE_SHARE)
-        return Speed(lo, mid, hi, top.calc, ceilings={"memory": top.hi})
+        assert machine.ram_bw is not None
+        routed = self.routed_token()
+        found = [
+            self.ledger.compute(
+                "L10",
+                ram_bw=share * machine.ram_bw,
+                h_vram=0,
+                routed_bytes_per_token=routed[0] if routed else 0,
+                cpu_resident_bytes=self.active_resident(),
+            )
+            for share in (UNIFIED_MOE_SHARE if routed else DENSE_SHARE)
+        ]
+        lo, mid, hi = (value for value, _ in found)
+        return Speed(lo, mid, hi, found[1][1], ceilings={"memory": top.hi})
 
     # ---- L14 and its parameters ----------------------------------------------------------------------------------
 
@@ -305,9 +322,9 @@ class Speeds:
             "rest": parts["R"] * 1e3,
             "token": times[1][0] * 1e3,
         }
-        if not is_gpu:
-            return Speed(0.0, mid, hi, times[1][1], None, True, ceilings, milliseconds, hits[1])
-        speed = Speed(lo, mid, hi, times[1][1], None, False, ceilings, milliseconds, hits[1])
+        least = lo if is_gpu else 0.0  # a CPU's arithmetic is not counted
+        bound = not is_gpu
+        speed = Speed(least, mid, hi, times[1][1], None, bound, ceilings, milliseconds, hits[1])
         return self._with_run(self.measured(machine, placement, cache), speed)
 
     def calibration(self, machine: Machine) -> Mapping[str, Any] | None:
@@ -327,8 +344,10 @@ class Speeds:
         self, machine: Machine | None, placement: str, cache: float | None
     ) -> Mapping[str, Any] | None:
         """Return the run that replaces the law: of this project's engine if there is one, else the best."""
-        if machine is None or machine.system_id is None:
+        if machine is None or machine.runs_of is None:
             return None
+        routed = self.routed_set()
+        most = None if routed is None else routed[0]
         found = [
             run
             for run in self._runs
@@ -336,9 +355,9 @@ class Speeds:
             and run["evidence"] == "measured"
             and run.get("model") == self.model["id"]
             and run.get("variant") == self.variant["id"]
-            and run.get("system") == machine.system_id
+            and run.get("system") == machine.runs_of
             and run.get("placement") == placement
-            and _is_near(run.get("cache_bytes"), cache)
+            and _is_near(run.get("cache_bytes"), cache, most)
         ]
         return max(
             found,
@@ -371,7 +390,10 @@ def _range(run: Mapping[str, Any]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _is_near(run_cache: float | None, cache: float | None) -> bool:
+def _is_near(run_cache: float | None, cache: float | None, most: float | None) -> bool:
+    """Whether two caches are alike; neither holds more than all routed bytes."""
     if not run_cache or not cache:
         return not run_cache and not cache
+    if most is not None:
+        run_cache, cache = min(run_cache, most), min(cache, most)
     return abs(run_cache - cache) <= CACHE_TOLERANCE * cache

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from runtime.advisor import check_numbers, check_sense, check_text
+from runtime.advisor import check_entities, check_numbers, check_sense, check_sources, check_text
 from runtime.advisor.draft import Draft, Fault
 from runtime.advisor.facts import situation_of
 from runtime.advisor.kb import KnowledgeBase, schema_faults
@@ -46,7 +46,15 @@ def check_answer(
     if isinstance(found, list):
         return _result(found, {}, [], left)
     faults: list[Fault] = []
-    for check in (_version, *check_numbers.CHECKS, *check_sense.CHECKS, *check_text.CHECKS):
+    checks = (
+        _version,
+        *check_entities.CHECKS,
+        *check_numbers.CHECKS,
+        *check_sources.CHECKS,
+        *check_sense.CHECKS,
+        *check_text.CHECKS,
+    )
+    for check in checks:
         faults += check(found)
     faults = list(_overridden(found, faults))
     recomputed = {ref: {"value": rounded(v), "unit": u} for ref, (v, u) in found.results.items()}

@@ -34,7 +34,7 @@ class ExpertCache(Generic[Key]):
         return bool(self._free)
 
     def keys(self) -> list[Key]:
-        """Return what is here, least recently used first."""
+        """Return what is here, the first to go first."""
         return list(self._row_of)
 
     def row_of(self, key: Key) -> int | None:
@@ -92,6 +92,12 @@ class ExpertCache(Generic[Key]):
     def is_protected(self, key: Key) -> bool:
         """Whether an expert that is here may not be evicted now."""
         return key in self._pins or key in self._in_flight
+
+    def remove(self, key: Key) -> None:
+        """Forget an expert that is here and may be evicted; its row is free again."""
+        if self.is_protected(key):
+            raise ValueError(f"{key} is pinned or in flight")
+        self._free.append(self._row_of.pop(key))
 
     def landed(self, key: Key) -> None:
         """Note that an admitted expert's bytes are all there."""

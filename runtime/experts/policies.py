@@ -1,4 +1,6 @@
-"""Other rules than LRU for who goes, for the simulator, and the optimum that no rule can beat. Integers only.
+"""Other rules than LRU for who goes, and the optimum that no rule can beat. Numbers only.
+
+LFU may be chosen for decoding (`CACHES`); the others are for the simulator.
 
 Each is an `ExpertCache`: pins, reads in flight and wrong guesses mean the same, so that the same streamer runs on it.
 """
@@ -10,16 +12,17 @@ import math
 from abc import abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from conf.schema import CachePolicy
 from runtime.errors import UserError
 from runtime.experts.cache import ExpertCache
 from runtime.experts.layout import ExpertKey
 
 Key = TypeVar("Key", bound=Hashable)
 
-HALF_LIFE_CYCLES = 4  # uses, in numbers of rows, after which a use counts half
+HALF_LIFE_CYCLES = 1  # uses, in numbers of rows, after which a use counts half
 PROTECTED_SHARE = 0.8  # of a segmented LRU's rows
 NEVER = math.inf
 
@@ -55,6 +58,9 @@ class _Ranked(_Noting[Key]):
         self._count += 1
         self._rank_of[key] = rank
         heapq.heappush(self._heap, (rank, self._count, key))
+
+    def keys(self) -> list[Key]:
+        return sorted(self._row_of, key=self._rank_of.__getitem__)
 
     def demote(self, key: Key) -> None:
         super().demote(key)
@@ -98,6 +104,12 @@ class LfuCache(_Ranked[Key]):
         high, low = max(before, weight), min(before, weight)
         self._weight_of[key] = high + math.log2(1 + 2 ** (low - high))
         self._rank(key, self._weight_of[key])
+
+
+CACHES: dict[CachePolicy, Callable[[int], ExpertCache[ExpertKey]]] = {
+    CachePolicy.lru: ExpertCache,
+    CachePolicy.lfu: LfuCache,
+}
 
 
 class SlruCache(_Noting[Key]):

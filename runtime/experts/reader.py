@@ -62,14 +62,15 @@ class DirectReader:
         buffer: memoryview,
         is_required: bool = True,
         on_done: Callable[[ReadJob], None] | None = None,
+        is_idle: bool = False,
     ) -> ReadJob:
         """Queue one record. `buffer` (page-aligned) belongs to the reader until the job is done or cancelled.
 
-        `on_done` is called once, in a reader thread, when the last piece is back or failed.
+        `on_done` is called once, in a reader thread, when the last piece is back or failed.  is_idle: read only while
+        there is nothing else to read.
         """
-        job = ReadJob(
-            key, cut_spans(spans, self._num_pieces, self._min_piece), buffer, is_required, on_done
-        )
+        pieces = cut_spans(spans, self._num_pieces, self._min_piece)
+        job = ReadJob(key, pieces, buffer, is_required, on_done, is_idle)
         with self._changed:
             if self._is_closing:
                 raise RuntimeError("the reader is closed")
@@ -78,7 +79,7 @@ class DirectReader:
         return job
 
     def promote(self, job: ReadJob) -> None:
-        """Move a guess to the required reads, behind those already there."""
+        """Move a guess or an idle job to the required reads, behind those already there."""
         with self._changed:
             self._queue.promote(job)
             self._changed.notify(self._queue.num_ready)

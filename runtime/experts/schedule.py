@@ -4,12 +4,14 @@ The rules, in this order:
 - required experts are read one after the other in router order, at most `window` of them in flight, each cut
   into `pieces` that may run in parallel (all at once is slower: they share the drive and end together);
 - a guess starts only in the gap: when every piece of every required expert has been handed out;
-- pieces of a guess that have not been handed out wait whenever a required expert comes.
+- pieces of a guess that have not been handed out wait whenever a required expert comes;
+- an idle job (an expert that may be wanted some day) goes a piece at a time, and only while nothing else is in work: it
+  holds up what comes by at most that piece.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from itertools import islice
 
@@ -43,6 +45,7 @@ class ReadJob:
         "buffer",
         "error",
         "is_done",
+        "is_idle",
         "is_required",
         "key",
         "next_piece",
@@ -58,11 +61,13 @@ class ReadJob:
         buffer: memoryview,
         is_required: bool,
         on_done: Callable[[ReadJob], None] | None = None,
+        is_idle: bool = False,
     ) -> None:
+        """is_idle: neither required nor guessed, until it is promoted."""
         self.key = key
         self.pieces = pieces
         self.buffer = buffer
-        self.is_required = is_required
+        self.is_required, self.is_idle = is_required, is_idle
         self.on_done = on_done
         self.next_piece = 0
         self.num_unfinished = len(pieces)
@@ -77,6 +82,11 @@ class ReadJob:
     def is_issued(self) -> bool:
         return self.next_piece == len(self.pieces)
 
+    @property
+    def is_flying(self) -> bool:
+        """Whether a piece is handed out and not back."""
+        return self.next_piece > len(self.pieces) - self.num_unfinished
+
 
 class ReadQueue:
     """The order of reads. The caller serialises access."""
@@ -87,23 +97,39 @@ class ReadQueue:
         self.window = window
         self._required: deque[ReadJob] = deque()
         self._guesses: deque[ReadJob] = deque()
-        self._active: list[ReadJob] = []  # started, not done, in starting order
+        self._idle: OrderedDict[ReadJob, None] = OrderedDict()  # thousands: each is found at once
+        self._active: list[ReadJob] = []  # started, not done, in starting order; idle ones apart
+        self._active_idle: ReadJob | None = None
 
     def push(self, job: ReadJob) -> None:
         """Add a job behind those of its kind."""
-        (self._required if job.is_required else self._guesses).append(job)
+        if job.is_idle:
+            self._idle[job] = None
+        else:
+            (self._required if job.is_required else self._guesses).append(job)
 
     def promote(self, job: ReadJob) -> None:
-        """Make a guess required: it was right."""
+        """Make a guess or an idle job required: it was right."""
         if job.is_required or job.is_done:
             return
         job.is_required = True
-        if job in self._guesses:
+        if job.is_idle:
+            job.is_idle = False
+            if job is self._active_idle:
+                self._active_idle = None
+                self._active.append(job)
+            else:
+                del self._idle[job]
+                self._required.append(job)
+        elif job in self._guesses:
             self._guesses.remove(job)
             self._required.append(job)
 
     def cancel(self, job: ReadJob) -> bool:
         """Take back a job of which no piece was handed out; False when it is too late."""
+        if job in self._idle:
+            del self._idle[job]
+            return True
         for waiting in (self._guesses, self._required):
             if job in waiting:
                 waiting.remove(job)
@@ -123,11 +149,26 @@ class ReadQueue:
                 return self._hand_out(job)
         if self._guesses and len(self._active) < self.window:
             return self._start(self._guesses)
+        if self._has_idle_piece:
+            if self._active_idle is None:
+                self._active_idle, _ = self._idle.popitem(last=False)
+            return self._hand_out(self._active_idle)
         return None
+
+    @property
+    def _has_idle_piece(self) -> bool:
+        """Whether an idle job may go on: nothing else is in work or waits."""
+        if self._active or self._required or self._guesses:
+            return False
+        if self._active_idle is None:
+            return bool(self._idle)
+        return not self._active_idle.is_issued and not self._active_idle.is_flying
 
     @property
     def num_ready(self) -> int:
         """How many pieces `take` would hand out now, one after the other."""
+        if self._has_idle_piece:
+            return 1
         required: list[ReadJob] = []
         guesses: list[ReadJob] = []
         for job in self._active:
@@ -145,14 +186,18 @@ class ReadQueue:
         if job.num_unfinished:
             return False
         job.is_done = True
-        self._active.remove(job)
+        if job is self._active_idle:
+            self._active_idle = None
+        else:
+            self._active.remove(job)
         return True
 
     def drain(self) -> list[ReadJob]:
         """Forget and return every job of which no piece was handed out."""
-        waiting = [*self._required, *self._guesses]
+        waiting = [*self._required, *self._guesses, *self._idle]
         self._required.clear()
         self._guesses.clear()
+        self._idle.clear()
         return waiting
 
     def _start(self, waiting: deque[ReadJob]) -> tuple[ReadJob, Span]:

@@ -1,8 +1,8 @@
 """The VRAM tier: expert slots in the GPU's memory before another source. One thread; `copies` moves the bytes.
 
-The slots are in three parts. The first `kept_slots` are an LRU tier over the first `kept_layers` layers, as many as it
-holds two tokens' routes of: an LRU smaller than its cycle finds nothing, so the other layers do without. The rest is
-for copies on their way through: guesses of the next layer copied early, and the experts of a prompt in two batches.
+Some slots are for copies on their way through: guesses of the next layer copied early, and the experts of a prompt in
+two batches. The rest keeps the experts that are used most often (`frequency`). One that has been copied and used moves
+from here to there by a change of names: it stays in its slot, and the slot of the expert that goes takes copies now.
 
 When the host knows a layer's route, everything launched for the layers before has run, so a slot that those read
 may be written again: that wait is the event of the last reader.
@@ -12,19 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from runtime.experts.cache import ExpertCache
 from runtime.experts.copies import Copier
+from runtime.experts.frequency import KeptExperts
+from runtime.experts.in_front import InFront
+from runtime.experts.layout import ExpertKey
 from runtime.experts.routes import RouteListener
-from runtime.experts.streamer import ExpertSource, Wave, as_list, one_by_one
+from runtime.experts.streamer import ExpertSource, Wave, as_list
 
 BATCH_EXPERTS = 8  # of a prompt, copied and computed together, at most
 BATCH_NBYTES = 64 * 2**20  # two batches of them are in VRAM at once
 KEY_STRIDE = 1 << 20  # more than a layer has experts
-ROUTES_KEPT = 2  # tokens' routes that the LRU tier holds of each layer it serves
 
 
 def batch_slots(record_nbytes: int) -> int:
@@ -41,7 +43,14 @@ def passing_slots(early_copies: int, record_nbytes: int = 1, copied_route: int =
     return max(2 * early_copies, 2 * batch_slots(record_nbytes), route)
 
 
-class SlotExperts:
+@runtime_checkable
+class BatchedSource(ExpertSource, Protocol):
+    """A source that brings the experts of a prompt to VRAM."""
+
+    def batches(self, layer: int, ids: Sequence[int]) -> Iterator[Wave]: ...
+
+
+class SlotExperts(InFront):
     """Experts from VRAM slots, from pinned RAM in place, or from the drive."""
 
     def __init__(
@@ -53,12 +62,12 @@ class SlotExperts:
         early_copies: int = 0,
         reads_in_place: bool = True,
     ) -> None:
-        """copier.slots: at least `passing_slots(...)` for what follows; what is beyond is the LRU tier.
+        """copier.slots: at least `passing_slots(...)` for what follows; what is beyond keeps experts.
 
         early_copies: guesses for the next layer copied ahead when they are in RAM.
         reads_in_place: experts in RAM are yielded where they are; else each is copied to a slot first.
         """
-        self.source, self.counters = source, source.counters
+        self.source = source
         self._copier, self._early_copies = copier, early_copies
         self._num_layers = num_layers
         self._nbytes = source.record_nbytes
@@ -69,26 +78,21 @@ class SlotExperts:
         self.kept_slots = len(copier.slots) - self._num_passing
         if self.kept_slots < 0:
             raise ValueError(f"{len(copier.slots)} slots, at least {self._num_passing} are needed")
-        self.kept_layers = min(num_layers, self.kept_slots // (ROUTES_KEPT * top_k))
         self._slots = list(copier.slots.unbind(0))
         self.listener: RouteListener | None = None
         self._make_books()
 
     def _make_books(self) -> None:
-        self._pinned: list[tuple[ExpertCache[int], int]] = []
+        # a key is layer * KEY_STRIDE + expert
         self._early: set[int] = set()  # keys copied ahead, not yet judged
         self._early_mark: Any = None
-        # a book's row is a slot less its first; a key is layer * KEY_STRIDE + expert
-        self._passing: ExpertCache[int] = ExpertCache(self._num_passing)
-        self._kept: ExpertCache[int] | None = None
-        if self.kept_layers:
-            self._kept = ExpertCache(self.kept_slots)
+        self._kept = KeptExperts(range(self._num_passing, len(self._slots)), self._num_layers)
+        self._slot_of_row = list(range(self._num_passing))  # of the passing book
+        self._make_passing()
 
-    def _book(self, layer: int) -> tuple[ExpertCache[int], int]:
-        """Return the book of a layer's slots and the number of its first slot."""
-        if self._kept is not None and layer < self.kept_layers:
-            return self._kept, self._num_passing
-        return self._passing, 0
+    def _make_passing(self) -> None:
+        self._passing: ExpertCache[int] = ExpertCache(self._num_passing)
+        self._pinned: list[int] = []
 
     # ---- decode -----------------------------------------------------------------------------------------------
 
@@ -100,32 +104,35 @@ class SlotExperts:
         # what stands before the first wave keeps the GPU waiting
         if self.listener is not None:
             self.listener.decoded(layer, ids, guesses := as_list(guesses))
-        book, first = self._book(layer)
+        passing, kept = self._passing, self._kept
         if self._pinned:
             self._release()
         early, self._early = self._early, set()
         for key in early:
-            self._book(key // KEY_STRIDE)[0].landed(key)
+            passing.landed(key)
         here: Wave = []
-        elsewhere = ids
-        if len(book):
-            elsewhere = []
-            for expert in ids:
-                key = layer * KEY_STRIDE + expert
-                row = book.take(key)
+        elsewhere: list[int] = []
+        for expert in ids:
+            key = layer * KEY_STRIDE + expert
+            slot = kept.slot_of(key)
+            if slot is None:
+                row = passing.take(key)
                 if row is None:
                     elsewhere.append(expert)
                     continue
-                self._pinned.append((book, key))
-                here.append((expert, self._slots[first + row]))
+                self._pinned.append(key)
+                slot = self._slot_of_row[row]
                 if key in early:
                     early.remove(key)
                     self.counters.early_used += 1
+            here.append((expert, self._slots[slot]))
+        for key in early:  # the wrong ones
+            passing.demote(key)
         arrivals = self.source.waves(layer, elsewhere, self._absent(layer + 1, guesses))
         in_ram = next(arrivals)
-        kept: list[tuple[Wave, Any]] = []
-        if in_ram and (book is self._kept or not self._reads_in_place):
-            kept, in_ram = self._keep(book, first, layer, in_ram)
+        copied: list[tuple[Wave, Any]] = []
+        if in_ram:
+            copied, in_ram = self._copy(layer, in_ram)
         # also when no guess was right: behind this layer all early copies are done
         if self._early_mark is not None:
             self._copier.wait(self._early_mark)
@@ -134,49 +141,72 @@ class SlotExperts:
             yield here + in_ram
         self.counters.vram_hits += len(here)
         self.counters.copied_nbytes += len(in_ram) * self._nbytes
-        for key in early:  # the wrong ones
-            self._book(key // KEY_STRIDE)[0].demote(key)
-        yield from self._when_copied(kept)
+        yield from self._when_copied(copied)
         for wave in filter(None, arrivals):
             others = wave
             if not self._reads_in_place:
-                kept, others = self._keep(book, first, layer, wave)
-                yield from self._when_copied(kept)
+                copied, others = self._copy(layer, wave)
+                yield from self._when_copied(copied)
             if others:
                 self.counters.copied_nbytes += len(others) * self._nbytes
                 yield others
         if self._early_copies and layer + 1 < self._num_layers:
             self._copy_ahead(layer + 1, guesses)
+        if self.kept_slots:
+            self._keep([layer * KEY_STRIDE + expert for expert in ids])
+
+    def _keep(self, route: Sequence[int]) -> None:
+        """Count a layer's uses, and keep those of its experts in passing slots that are used often.
+
+        The slot that is freed for one is written after the next route is known, so what was launched now may read it.
+        """
+        self._kept.count(route)
+        pinned = []
+        for key in self._pinned:
+            row = self._passing.row_of(key)
+            assert row is not None, "a pinned expert is in its row"
+            freed = self._kept.keep(key, self._slot_of_row[row])
+            if freed is None:
+                pinned.append(key)
+                continue
+            self._passing.unpin(key)
+            self._passing.remove(key)
+            self._slot_of_row[row] = freed
+        self._pinned = pinned
 
     def _absent(self, layer: int, guesses: Iterable[int]) -> Iterator[int]:
         """Yield the guesses that are in no slot, looked up when they are asked for."""
-        book, _ = self._book(layer)
-        return (e for e in guesses if book.row_of(layer * KEY_STRIDE + e) is None)
+        first = layer * KEY_STRIDE
+        return (
+            e
+            for e in guesses
+            if self._kept.slot_of(first + e) is None and self._passing.row_of(first + e) is None
+        )
 
-    def _keep(
-        self, book: ExpertCache[int], first: int, layer: int, records: Wave
-    ) -> tuple[list[tuple[Wave, Any]], Wave]:
-        """Copy records into slots; return what to launch behind which mark, and the records that found no slot."""
-        kept: Wave = []
+    def _copy(self, layer: int, records: Wave) -> tuple[list[tuple[Wave, Any]], Wave]:
+        """Copy what is worth a slot; return what to launch behind which mark, and the records to read in place."""
+        copied: Wave = []
         others: Wave = []
         launches: list[tuple[Wave, Any]] = []
         for expert, record in records:
             key = layer * KEY_STRIDE + expert
-            row = book.admit(key)
+            is_copied = not self._reads_in_place or self._kept.is_worth_keeping(key)
+            row = self._passing.admit(key) if is_copied else None
             if row is None:
                 others.append((expert, record))
                 continue
-            book.landed(key)
-            book.pin(key)
-            self._pinned.append((book, key))
-            self._copier.copy(first + row, record)
-            kept.append((expert, self._slots[first + row]))
+            self._passing.landed(key)
+            self._passing.pin(key)
+            self._pinned.append(key)
+            slot = self._slot_of_row[row]
+            self._copier.copy(slot, record)
+            copied.append((expert, self._slots[slot]))
             if not self._reads_in_place:  # large records: one is computed while the next is copied
-                launches.append((kept, self._copier.mark()))
-                kept = []
+                launches.append((copied, self._copier.mark()))
+                copied = []
         self.counters.copied_nbytes += (len(records) - len(others)) * self._nbytes
-        if kept:
-            launches.append((kept, self._copier.mark()))
+        if copied:
+            launches.append((copied, self._copier.mark()))
         return launches, others
 
     def _when_copied(self, launches: Iterable[tuple[Wave, Any]]) -> Iterator[Wave]:
@@ -186,7 +216,6 @@ class SlotExperts:
 
     def _copy_ahead(self, layer: int, guesses: Iterable[int]) -> None:
         """Copy the first few guesses that are in RAM and in no slot, behind what the layer before launched."""
-        book, first = self._book(layer)
         absent = list(islice(self._absent(layer, guesses), self._early_copies))
         found = self.source.ahead(layer, absent)
         if not found:
@@ -194,18 +223,18 @@ class SlotExperts:
         self._copier.follow(self._copier.launched())  # required before speculative
         for expert, record in found:
             key = layer * KEY_STRIDE + expert
-            row = book.admit(key)
+            row = self._passing.admit(key)
             if row is None:
                 break
             self._early.add(key)
-            self._copier.copy(first + row, record)
+            self._copier.copy(self._slot_of_row[row], record)
             self.counters.early_issued += 1
             self.counters.copied_nbytes += self._nbytes
         self._early_mark = self._copier.mark()
 
     def _release(self) -> None:
-        for book, key in self._pinned:
-            book.unpin(key)
+        for key in self._pinned:
+            self._passing.unpin(key)
         self._pinned = []
 
     # ---- prefill ----------------------------------------------------------------------------------------------
@@ -225,12 +254,8 @@ class SlotExperts:
         if self._early_mark is not None:
             self._copier.synchronize(self._early_mark)
         # the passing slots are the prompt's now
-        self._release()
         self._early, self._early_mark = set(), None
-        self._passing = ExpertCache(self._num_passing)
-        if self._kept is not None:
-            for key in filter(self._kept.is_in_flight, self._kept.keys()):
-                self._kept.landed(key)
+        self._make_passing()
         self._copier.follow(self._copier.launched())
         size = self.batch_experts
         records = self.source.sweep(layer, ids, hold=size)
@@ -243,7 +268,7 @@ class SlotExperts:
             for place, expert in enumerate(ids[start : start + size]):
                 found, record = next(records)
                 assert found == expert
-                slot = half * self._batch_slots + place
+                slot = self._slot_of_row[half * self._batch_slots + place]
                 self._copier.copy(slot, record)
                 wave.append((expert, self._slots[slot]))
             self.counters.copied_nbytes += len(wave) * self._nbytes
@@ -256,30 +281,15 @@ class SlotExperts:
 
     # ---- the rest of an ExpertSource ----------------------------------------------------------------------------
 
-    def fetch(
-        self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()
-    ) -> Iterator[tuple[int, Tensor]]:
-        yield from one_by_one(self.waves(layer, ids, guesses))
-
-    def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
-        return self.source.ahead(layer, ids)
-
     def sweep(self, layer: int, ids: Sequence[int], hold: int = 1) -> Iterator[tuple[int, Tensor]]:
         """Yield records in RAM, as they are for a CPU."""
         if self.listener is not None:
             self.listener.swept(layer, ids)
         return self.source.sweep(layer, ids, hold)
 
-    @property
-    def max_hold(self) -> int:
-        return self.source.max_hold
-
-    @property
-    def record_nbytes(self) -> int:
-        return self.source.record_nbytes
-
-    def pin(self) -> None:
-        self.source.pin()
+    def kept_keys(self) -> list[ExpertKey]:
+        """Return what VRAM keeps, the least used first."""
+        return [ExpertKey(*divmod(key, KEY_STRIDE)) for key in self._kept.in_order()]
 
     def forget(self) -> None:
         """Drop what is kept in VRAM and in the source. Nothing may be in flight on the GPU."""
@@ -287,6 +297,3 @@ class SlotExperts:
             self.listener.forgot()
         self._make_books()
         self.source.forget()
-
-    def close(self) -> None:
-        self.source.close()

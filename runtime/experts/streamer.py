@@ -8,8 +8,9 @@ a record came from never shows in its bytes.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import filterfalse
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -95,6 +96,7 @@ class Reader(Protocol):
         buffer: memoryview,
         is_required: bool = True,
         on_done: Callable[[ReadJob], None] | None = None,
+        is_idle: bool = False,
     ) -> ReadJob: ...
 
     def promote(self, job: ReadJob) -> None: ...
@@ -177,6 +179,7 @@ class ExpertStreamer:
             ExpertKey, ReadJob
         ] = {}  # admitted to the cache, not yet known to have landed
         self._guesses: set[ExpertKey] = set()  # admitted as guesses, not yet judged
+        self._warming: OrderedDict[ExpertKey, ReadJob] = OrderedDict()  # first to be read first
         self._arrivals: Arrivals = SimpleQueue() if arrivals is None else arrivals
         self._pinned: list[ExpertKey] = []  # by the call in progress
         self._ahead: list[ExpertKey] = []  # by `ahead` since that call
@@ -204,6 +207,8 @@ class ExpertStreamer:
             self.listener.forgot()
         self._release_all()
         self._judge_guesses(())
+        while self._warming:
+            self._stop_warming(next(reversed(self._warming)))
         while self._jobs:
             self._wait_for_any()
         self.cache = self._make_cache(self.cache.num_rows)
@@ -237,7 +242,7 @@ class ExpertStreamer:
                 continue
             pinned.append(key)
             if key in jobs:
-                self._reader.promote(jobs[key])
+                self._require(key)
                 waiting[key] = jobs[key]
             else:
                 ready.append((key.expert, records[row]))
@@ -282,18 +287,22 @@ class ExpertStreamer:
 
     def _release(self, pinned: list[ExpertKey]) -> None:
         while pinned:
-            key = pinned.pop()
-            if self.cache.row_of(key) is not None:  # dropped when its read failed
-                self.cache.unpin(key)
+            self.cache.unpin(pinned.pop())
 
     def _read(self, key: ExpertKey, is_required: bool) -> ReadJob:
-        row = self.cache.admit(key)
+        row = self._admit(key)
         while row is None:
             # every row is pinned or in flight: a guess is being read into the last one
             self._wait_for_any()
-            row = self.cache.admit(key)
+            row = self._admit(key)
         self._jobs[key] = job = self._submit(key, row, is_required)
         return job
+
+    def _admit(self, key: ExpertKey) -> int | None:
+        """Give an absent expert a row: one that waits for a warm start's read is as good as free."""
+        while self._warming and not self.cache.has_free_row:
+            self._stop_warming(next(reversed(self._warming)))
+        return self.cache.admit(key)
 
     def _submit(self, key: ExpertKey, row: int, is_required: bool) -> ReadJob:
         self.counters.read_nbytes += self._layout.record_nbytes
@@ -327,9 +336,9 @@ class ExpertStreamer:
             if not left:
                 return
             key = ExpertKey(layer, expert)
-            if self.cache.row_of(key) is not None:
+            if self.cache.row_of(key) is not None and not self._stop_warming(key):
                 continue
-            row = self.cache.admit(key)
+            row = self._admit(key)
             if row is None:
                 return  # never wait for a guess
             self._jobs[key] = self._submit(key, row, is_required=False)
@@ -353,6 +362,55 @@ class ExpertStreamer:
                 self.counters.wasted_nbytes += self._layout.record_nbytes
                 self.cache.demote(key)
         self._guesses.clear()
+
+    # ---- warm start -------------------------------------------------------------------------------------------
+
+    def warm_keys(self) -> list[ExpertKey]:
+        """Return what is in RAM, the coldest first."""
+        return list(filterfalse(self.cache.is_in_flight, self.cache.keys()))
+
+    def warm_up(self, keys: Sequence[ExpertKey], max_rows: int) -> int:
+        """Read experts, the last of `keys` first, while there is nothing else to read; return how many.
+
+        They take rows that are free, at most `max_rows`, and give them back to whoever needs one before they are read.
+        """
+        self._settle()
+        absent = [key for key in keys if self.cache.row_of(key) is None]
+        room = min(max_rows, self.cache.num_rows) - len(self.cache)
+        chosen = absent[-room:] if room > 0 else []
+        rows = [(key, self.cache.admit(key)) for key in chosen]
+        for key, row in reversed(rows):
+            assert row is not None, "no more are chosen than rows are free"
+            self._jobs[key] = self._warming[key] = self._reader.submit(
+                key,
+                self._layout.spans(key),
+                self._arena.view(row),
+                is_required=False,
+                on_done=self._warmed,
+                is_idle=True,
+            )
+        return len(chosen)
+
+    def _warmed(self, job: ReadJob) -> None:
+        """In a reader's thread: thousands are checked before the decoding thread looks at them."""
+        if self._checksums is not None:
+            self._checksums.check(job)
+        self._arrivals.put(job)
+
+    def _require(self, key: ExpertKey) -> None:
+        """Make an expert's read, which is on its way, one that is waited for."""
+        self._reader.promote(self._jobs[key])
+        if self._warming.pop(key, None) is not None:
+            self.counters.read_nbytes += self._layout.record_nbytes
+
+    def _stop_warming(self, key: ExpertKey) -> bool:
+        """Take a warm start's read back, unless it has begun; whether its row is free now."""
+        job = self._warming.pop(key, None)
+        if job is None or not self._reader.cancel(job):
+            return False
+        del self._jobs[key]
+        self.cache.drop(key)
+        return True
 
     # ---- prefill ----------------------------------------------------------------------------------------------
 
@@ -399,10 +457,12 @@ class ExpertStreamer:
 
     def _look_ahead(self, key: ExpertKey, free: deque[int], pinned: list[ExpertKey]) -> _Ahead:
         if self.cache.row_of(key) is not None:
-            self.counters.sweep_hits += 1
+            is_there = key not in self._warming
+            self.counters.sweep_hits += is_there
+            self.counters.sweep_misses += not is_there
             coming = self._jobs.get(key)
             if coming is not None:
-                self._reader.promote(coming)
+                self._require(key)
         else:
             self.counters.sweep_misses += 1
             if not self.cache.has_free_row:
@@ -438,10 +498,15 @@ class ExpertStreamer:
         if self._checksums is not None:
             self._checksums.check(job)
         del self._jobs[key]
+        if self._warming.pop(key, None) is not None:
+            self.counters.warmed += 1
         if job.error is None:
             self.cache.landed(key)
         else:
             self._guesses.discard(key)
+            for pinned in (self._pinned, self._ahead_before, self._ahead):
+                if key in pinned:
+                    pinned.remove(key)
             self.cache.drop(key)
 
     def _settle(self) -> None:

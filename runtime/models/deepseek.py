@@ -42,11 +42,12 @@ from runtime.models.deepseek_rows import EngramReader
 from runtime.models.deepseek_state import DeepseekState
 from runtime.models.deepseek_weights import DeepseekSpec, resident_shapes
 from runtime.models.deepseek_weights import expert_layout as find_experts
+from runtime.models.lanes import Lanes, open_lanes
 from runtime.units import PAGE_NBYTES, align_up
 
 if TYPE_CHECKING:
     from runtime.engine import EngineFiles
-    from runtime.experts.slots import SlotExperts
+    from runtime.experts.slots import BatchedSource
     from runtime.models.deepseek_decode import Decoder
     from runtime.models.deepseek_drafts import DraftedModel
     from runtime.models.deepseek_reference import ReferenceModel
@@ -336,7 +337,7 @@ class Moe:
     def __call__(self, u: Tensor, experts: ExpertSource, open_expert: OpenExpert) -> Tensor:
         """u: [T, d].  Returns [T, d]."""
         if u.is_cuda:
-            return self._on_gpu(u, cast("SlotExperts", experts), open_expert)
+            return self._on_gpu(u, cast("BatchedSource", experts), open_expert)
         ids, weights = self.route(u)
         out = torch.zeros(u.shape, dtype=torch.float32)
         for expert, y, tokens in self._outputs(u, ids, weights, experts, open_expert):
@@ -346,7 +347,7 @@ class Moe:
         out += ops.swiglu_expert(u, gate, up, down, self.spec.swiglu_limit).float()
         return out.to(torch.bfloat16)
 
-    def _on_gpu(self, u: Tensor, experts: SlotExperts, open_expert: OpenExpert) -> Tensor:
+    def _on_gpu(self, u: Tensor, experts: BatchedSource, open_expert: OpenExpert) -> Tensor:
         """Run the experts of a prompt in batches, each on the tokens that chose it."""
         from kernels.deepseek_prompt import rounded, swiglu_expert
 
@@ -437,7 +438,9 @@ class DeepseekModel:
         self.spec, self.experts, self.open_expert = spec, experts, open_expert
         self.rows: EngramReader | None = None  # set where rows come from the drive
         self.pinned: HostArena | None = None  # the head's memory, with a GPU
-        self.decoder: Decoder | None = None  # on a GPU: decodes instead of the layers' own path
+        self.decoder: Decoder | Lanes | None = (
+            None  # on a GPU: decodes instead of the layers' own path
+        )
         self.chunk_tokens: int | None = (
             None  # of a prompt, through everything but the experts; None: all
         )
@@ -689,6 +692,11 @@ def model_sizes(
     if resolve_arithmetic(config, files.published is not None) is Arithmetic.reference:
         from runtime.models import deepseek_reference
 
+        if config.serve.max_batch > 1:
+            raise UserError(
+                "deepseek.arithmetic=reference decodes one conversation at a time",
+                "leave out serve.max_batch, or set deepseek.arithmetic=native",
+            )
         return deepseek_reference.model_sizes(spec, layout, config)
     drafts = 0
     if config.drafts.enabled:
@@ -794,10 +802,12 @@ def open_model(
         weights["head.weight"], arena = _in_pinned_memory(weights["head.weight"])
     hashes = EngramHash(spec, build_token_map(files.snapshot / "tokenizer.json"))
     tables = read_engram_tables(checkpoint, spec)
-    rows = EngramReader(spec.engram_layers, tables, config.hw.drive, config.cache.table_rows)
+    rows = EngramReader(
+        spec.engram_layers, tables, config.hw.drive, config.cache.table_rows, config.serve.max_batch
+    )
 
     def engram_rows(layer: int, ids: Sequence[int]) -> Tensor:
-        return rows.collect(layer, len(ids) // spec.engram_columns)
+        return rows.collect(layer, len(ids) // spec.engram_columns, ids)
 
     prefetch = config.prefetch
     has_guesses = prefetch.experts or (prefetch.copy and device.type == "cuda")
@@ -816,7 +826,9 @@ def open_model(
     if device.type == "cuda":
         from runtime.models.deepseek_decode import Decoder
 
-        model.decoder = Decoder(model, layout, config.hw.graphs)
+        model.decoder = open_lanes(
+            partial(Decoder, model, layout, config.hw.graphs), config.serve.max_batch
+        )
     return model
 
 

@@ -30,8 +30,14 @@ if TYPE_CHECKING:
 class Decoder:
     """Runs decode steps of one model; holds the state of the conversation that computed last."""
 
-    def __init__(self, model: DeepseekModel, layout: ShardLayout, has_graphs: bool) -> None:
-        """has_graphs: capture and replay (CUDA)."""
+    def __init__(
+        self,
+        model: DeepseekModel,
+        layout: ShardLayout,
+        has_graphs: bool,
+        graphs: Graphs | None = None,
+    ) -> None:
+        """has_graphs: capture and replay (CUDA).  graphs: of another decoder of this model."""
         from kernels import (
             deepseek_attention,
             deepseek_compress,
@@ -136,7 +142,7 @@ class Decoder:
             )
         self.tails = {layer: buffer(2, spec.head_dim, dtype=fp32) for layer in self.static.tails}
         self._bound: weakref.ref[DeepseekState] | None = None
-        self._graphs = Graphs(has_graphs)
+        self.graphs = Graphs(has_graphs, graphs)
         self._steps = 0
         self.wait_ns = 0  # the host, for routes
         self._event = torch.cuda.Event() if on_gpu else None
@@ -210,7 +216,7 @@ class Decoder:
             number += 1
 
     def _run(self, name: Hashable, launch: Callable[[], None]) -> None:
-        self._graphs.run(name, launch, is_first=self._steps == 0)
+        self.graphs.run(name, launch, is_first=self._steps == 0)
 
     # ---- the device's part: fixed shapes, fixed addresses ---------------------------------------------------------
 
@@ -392,9 +398,14 @@ class Decoder:
 
     # ---- whose state is in the buffers ----------------------------------------------------------------------------
 
+    @property
+    def bound(self) -> DeepseekState | None:
+        """The state in the buffers; None: none that is still in use."""
+        return self._bound() if self._bound is not None else None
+
     def bind(self, state: DeepseekState) -> None:
         """Bring a conversation's state into the buffers; the conversation before gets its own copy back."""
-        bound = self._bound() if self._bound is not None else None
+        bound = self.bound
         if bound is state and all(
             state.windows[layer].data_ptr() == window.data_ptr()
             for layer, window in self.static.windows.items()

@@ -35,7 +35,7 @@ from runtime.errors import UserError
 from runtime.experts.arena import HostArena
 from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
-from runtime.experts.slots import SlotExperts
+from runtime.experts.slots import BatchedSource
 from runtime.experts.streamer import ExpertSource
 from runtime.models import deepseek_backends as backends
 from runtime.models.deepseek_engram import read_engram_tables
@@ -196,7 +196,7 @@ def _next_wave(waves: Iterator[list[tuple[int, Tensor]]]) -> list[tuple[int, Ten
 def _prompt_waves(
     experts: ExpertSource, layer: int, touched: Sequence[int]
 ) -> Iterator[list[tuple[int, Tensor]]]:
-    if isinstance(experts, SlotExperts):
+    if isinstance(experts, BatchedSource):
         yield from experts.batches(layer, touched)
     else:
         for pair in experts.sweep(layer, touched):

@@ -175,6 +175,11 @@ def check_support(spec: DenseSpec, config: RunConfig, device: torch.device) -> N
         raise UserError("dense models run on the CPU only so far", "set hw=cpu")
     if config.drafts.enabled:
         raise UserError("drafts.enabled=true, but this family has no draft heads", "leave it out")
+    if config.serve.max_batch > 1:
+        raise UserError(
+            "serve.max_batch is for models with experts, this one decodes one conversation at a time",
+            "leave it out",
+        )
     check_context(config.model.context_tokens, spec.max_positions)
 
 

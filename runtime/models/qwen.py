@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +30,10 @@ from runtime.errors import UserError
 from runtime.experts.layout import Nvfp4Shape, PackedLayout
 from runtime.experts.reader import DirectReader
 from runtime.experts.routes import Guesses
-from runtime.experts.slots import SlotExperts
+from runtime.experts.slots import BatchedSource
 from runtime.experts.streamer import ExpertSource
 from runtime.models.buffers import appended, check_context
+from runtime.models.lanes import Lanes, open_lanes
 from runtime.models.qwen_codec import QwenCodec
 from runtime.models.qwen_decode import Decoder
 from runtime.models.qwen_state import AttentionState, QwenState
@@ -448,7 +450,7 @@ class Moe:
         tokens = order // ids.shape[1]
         touched, counts = ids.flatten()[order].unique_consecutive(return_counts=True)
         split = dict(zip(touched.tolist(), counts.tolist(), strict=True))
-        if isinstance(experts, SlotExperts):
+        if isinstance(experts, BatchedSource):
             self._prefill_slots(out, x, order, weights, split, experts)
             return out
         pair_weights = weights.flatten()[order].unsqueeze(1)
@@ -467,7 +469,7 @@ class Moe:
         order: Tensor,
         weights: Tensor,
         split: Mapping[int, int],
-        experts: SlotExperts,
+        experts: BatchedSource,
     ) -> None:
         """Add the routed experts' outputs to out [T, H] on a GPU, several experts a launch.
 
@@ -545,7 +547,7 @@ class QwenModel:
         for i in layers[:-1]:
             self.moes[i].expect(self.moes[i + 1], self.mlp_mixers[i], self.mlp_mixers[i + 1])
         self.ple = Ple(weights, spec, table_scale)
-        self.decoder: Decoder | None = (
+        self.decoder: Decoder | Lanes | None = (
             None  # decodes instead of the layers' own path, where it is set
         )
 
@@ -794,7 +796,10 @@ def open_model(
     guesses = max(spec.top_k, prefetch.copy) if prefetch.experts or prefetch.copy else 0
     model = QwenModel(spec, weights, scales.to(device), experts, rows, table_scale, guesses)
     if device.type == "cuda":
-        model.decoder = Decoder(model, config.model.context_tokens, config.hw.graphs)
+        model.decoder = open_lanes(
+            partial(Decoder, model, config.model.context_tokens, config.hw.graphs),
+            config.serve.max_batch,
+        )
     return model
 
 

@@ -29,7 +29,7 @@ from runtime.checkpoint import Checkpoint
 from runtime.errors import UserError
 from runtime.experts.layout import ExpertKey
 from runtime.experts.routes import Guesses
-from runtime.experts.slots import SlotExperts
+from runtime.experts.slots import BatchedSource
 from runtime.experts.streamer import ExpertSource
 from runtime.experts.tensor_layout import TensorLayout
 from runtime.models.buffers import NoRows, check_context, open_part
@@ -179,14 +179,14 @@ def _arriving(
     experts: ExpertSource, layer: int, route: Sequence[int], guesses: Iterable[int]
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield a token's experts.  From slots, each is launched before the next is asked for."""
-    if isinstance(experts, SlotExperts):
+    if isinstance(experts, BatchedSource):
         return itertools.chain.from_iterable(experts.waves(layer, route, guesses))
     return experts.fetch(layer, route, guesses)
 
 
 def _swept(experts: ExpertSource, layer: int, ids: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
     """Yield a prompt's experts in the order given."""
-    if isinstance(experts, SlotExperts):
+    if isinstance(experts, BatchedSource):
         return itertools.chain.from_iterable(experts.batches(layer, ids))
     return experts.sweep(layer, ids)
 

@@ -35,8 +35,17 @@ if TYPE_CHECKING:
 class Decoder:
     """Runs decode steps of one model; holds the state of the conversation that decoded last."""
 
-    def __init__(self, model: QwenModel, context_tokens: int, has_graphs: bool) -> None:
-        """context_tokens: keys, values and masks have room for this many.  has_graphs: capture and replay (CUDA)."""
+    def __init__(
+        self,
+        model: QwenModel,
+        context_tokens: int,
+        has_graphs: bool,
+        graphs: Graphs | None = None,
+    ) -> None:
+        """context_tokens: keys, values and masks have room for this many.  has_graphs: capture and replay (CUDA).
+
+        graphs: of another decoder of this model.
+        """
         spec, like = model.spec, model.head
         self.model, self.spec = model, spec
         size = spec.block_tokens
@@ -109,7 +118,7 @@ class Decoder:
             )
         self._bound: weakref.ref[QwenState] | None = None
         self._bound_version = -1
-        self._graphs = Graphs(has_graphs)
+        self.graphs = Graphs(has_graphs, graphs)
         self._steps = 0
         self.wait_ns = 0  # the host, for routes
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -171,7 +180,7 @@ class Decoder:
             number += 1
 
     def _run(self, name: Hashable, launch: Callable[[], None]) -> None:
-        self._graphs.run(name, launch, is_first=self._steps == 0)
+        self.graphs.run(name, launch, is_first=self._steps == 0)
 
     # ---- the device's part: fixed shapes, fixed addresses ---------------------------------------------------------
 
@@ -270,9 +279,14 @@ class Decoder:
 
     # ---- whose state is in the buffers ----------------------------------------------------------------------------
 
+    @property
+    def bound(self) -> QwenState | None:
+        """The state in the buffers; None: none that is still in use."""
+        return self._bound() if self._bound is not None else None
+
     def bind(self, state: QwenState) -> None:
         """Bring a conversation's state into the buffers; the conversation before gets its own copy back."""
-        bound = self._bound() if self._bound is not None else None
+        bound = self.bound
         if bound is state and self._bound_version == state.version:
             return
         if bound is not None and bound is not state:

@@ -82,16 +82,22 @@ class Job:
 class JobQueue:
     """First in, first out, bounded; what is cancelled while it waits is gone at once."""
 
-    def __init__(self, max_waiting: int) -> None:
-        self._max_waiting = max_waiting
+    def __init__(self, max_waiting: int, max_running: int = 1) -> None:
+        self._max_waiting, self._max_running = max_waiting, max_running
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
-        self._running: Job | None = None
+        self._running: list[Job] = []
 
     @property
-    def running(self) -> Job | None:
-        return self._running
+    def running(self) -> list[Job]:
+        """Those in work, the oldest first."""
+        with self._changed:
+            return list(self._running)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
 
     @property
     def waiting(self) -> list[Job]:
@@ -102,7 +108,7 @@ class JobQueue:
     def check_room(self) -> None:
         """Raise ApiError 429 when one more would be too many."""
         waiting = len(self.waiting)
-        room = self._max_waiting if self._running is not None else self._max_waiting + 1
+        room = self._max_waiting + self._max_running - len(self._running)
         if waiting >= room:
             raise ApiError(
                 429,
@@ -127,41 +133,44 @@ class JobQueue:
             if job in self._jobs:
                 self._jobs.remove(job)
                 return "waiting"
-            is_in_work = job is self._running and not job.is_over
+            is_in_work = job in self._running and not job.is_over
             return job.phase if is_in_work and not was_set else None
 
-    def take(self) -> Job | None:
-        """Wait for the next job, which is then the running one; None when the queue is closed."""
-        with self._changed:
-            self._running = None
-            while not self._jobs and not self._is_closed:
-                self._changed.wait()
-            if self._is_closed:
-                return None
-            self._running = self._jobs.popleft()
-            return self._running
+    def take(self, waits: bool = True) -> Job | None:
+        """Return the next job, which is running then; None when the queue is closed.
 
-    def done(self) -> None:
-        """Say that no job is running any more."""
+        waits: until there is one; else None where there is none now.
+        """
         with self._changed:
-            self._running = None
+            while waits and not self._jobs and not self._is_closed:
+                self._changed.wait()
+            if self._is_closed or not self._jobs:
+                return None
+            job = self._jobs.popleft()
+            self._running.append(job)
+            return job
+
+    def done(self, job: Job) -> None:
+        """Say that a job is not running any more."""
+        with self._changed:
+            self._running.remove(job)
 
     def close(self) -> list[Job]:
-        """Take no more; return those that waited. The running one is told to stop."""
+        """Take no more; return those that waited. The running ones are told to stop."""
         with self._changed:
             self._is_closed = True
             left = list(self._jobs)
             self._jobs.clear()
-            if self._running is not None:
-                self._running.is_cancelled.set()
+            for job in self._running:
+                job.is_cancelled.set()
             self._changed.notify()
             return left
 
     def position(self, job: Job) -> int | None:
-        """Return how many are before a waiting job, the running one included; None if it does not wait."""
+        """Return how many are before a waiting job, the running ones included; None if it does not wait."""
         with self._changed:
             before = itertools.takewhile(lambda other: other is not job, self._jobs)
             count = sum(1 for _ in before)
             if count == len(self._jobs):
                 return None
-            return count + (self._running is not None)
+            return count + len(self._running)

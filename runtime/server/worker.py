@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from runtime.answers import Content, Reasoning, ToolCall
@@ -24,6 +25,7 @@ from runtime.session import Cancelled, Piece, Session
 from runtime.snapshot import SnapshotStore
 from runtime.stats import Rates, RunSummary, TokenStats, summarize
 from runtime.text import TextCodec
+from runtime.together import Together
 
 log = logging.getLogger("server")
 
@@ -58,13 +60,19 @@ class Worker:
         open_store: Callable[[Engine], SnapshotStore],
         max_waiting: int,
         on_failure: Callable[[], None],
+        max_batch: int = 1,
     ) -> None:
-        """on_failure: called in the worker's thread when the engine is lost; `failure` says why."""
+        """on_failure: called in the worker's thread when the engine is lost; `failure` says why.
+
+        max_batch: conversations that the engine decodes together.
+        """
         self.served = served
         self._open_engine, self._open_store, self._on_failure = open_engine, open_store, on_failure
-        self._queue = JobQueue(max_waiting)
-        self._is_stopping = threading.Event()
-        self._session: Session | None = None
+        self._queue = JobQueue(max_waiting, max_batch)
+        self._max_batch = max_batch
+        self._is_stopping, self._is_loaded = threading.Event(), threading.Event()
+        self._sessions: list[Session] = []  # those that are free, the one used longest ago first
+        self._at_work: dict[Job, Session] = {}
         self._store: SnapshotStore | None = None
         self._recent: deque[dict[str, Any]] = deque(maxlen=KEPT_REQUESTS)
         self._started = time.time()
@@ -142,9 +150,9 @@ class Worker:
 
     def progress(self, job: Job) -> dict[str, Any] | None:
         """Return how far a job's prompt has been read, in llama-server's names; None when it is not in work."""
-        session, queue = self._session, self._queue
+        session = self._at_work.get(job)
         found = None if session is None else session.progress
-        if found is None or queue.running is not job:
+        if found is None:
             return None
         return {
             "total": found.total,
@@ -185,7 +193,8 @@ class Worker:
                     {"id": job.name, "since_ms": round((now - job.created) * 1e3)}
                     for job in self._queue.waiting
                 ],
-                "running": None if running is None else self._running(running, now),
+                "running": self._running(running[0], now) if running else None,
+                "all_running": [self._running(job, now) for job in running],
             },
             "engine": None if engine is None else _engine_facts(engine),
             "snapshots": None
@@ -213,7 +222,7 @@ class Worker:
     def _figures(self) -> EngineFigures | None:
         engine, store = self.engine, self._store
         self.metrics.waiting.set(len(self._queue.waiting))
-        self.metrics.running.set(self._queue.running is not None)
+        self.metrics.running.set(len(self._queue.running))
         if engine is None:
             return None
         counters = engine.counters()
@@ -235,6 +244,12 @@ class Worker:
         for job in self._queue.close():
             job.send(Failed(ApiError(503, "the server is shutting down", "shutting_down")))
 
+    def wait_until_loaded(self) -> None:
+        """Return when the model is loaded. Raises what loading it raised."""
+        self._is_loaded.wait()
+        if self.failure is not None:
+            raise self.failure
+
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
@@ -248,23 +263,62 @@ class Worker:
             return
         try:
             self._store = store = self._open_store(engine)
-            self._session = session = Session(engine, store)
+            self._sessions = [Session(engine, store) for _ in range(self._max_batch)]
             self.engine = engine
-            while (job := self._queue.take()) is not None:
-                self._answer(session, job)
-                self._queue.done()
+            self._is_loaded.set()
+            if engine.shared is None:
+                self._serve_alone()
+            else:
+                self._serve_together(Together(engine.shared))
             store.close()
         except BaseException as error:  # noqa: BLE001 - as above
             self._lose(error)
         finally:
             engine.close()
 
+    def _serve_alone(self) -> None:
+        while (job := self._queue.take()) is not None:
+            self._answer(self._session_for(job), job)
+
+    def _serve_together(self, together: Together) -> None:
+        """Take in jobs between two tokens, as long as there is a free session."""
+        try:
+            while not self._queue.is_closed or len(together):
+                while self._sessions:
+                    job = self._queue.take(waits=not len(together))
+                    if job is None:
+                        break
+                    together.start(partial(self._answer, self._session_for(job), job))
+                together.round()
+        finally:
+            together.close()
+
     def _lose(self, error: BaseException) -> None:
         self.failure = error
+        self._is_loaded.set()
         self.stop()
+        for job in self._queue.running:
+            if not job.is_over:
+                job.send(Failed(ApiError(503, "the device is lost", "device_lost")))
         self._on_failure()
 
+    def _session_for(self, job: Job) -> Session:
+        """Take the free session whose conversation the job goes on with, else the one used longest ago."""
+        found = max(self._sessions, key=lambda session: session.known_tokens(job.prompt))
+        self._sessions.remove(found)
+        return found
+
     def _answer(self, session: Session, job: Job) -> None:
+        self._at_work[job] = session
+        try:
+            self._generate(session, job)
+        finally:
+            del self._at_work[job]
+            self._sessions.append(session)
+            self._queue.done(job)
+        session.engine.save_warm()
+
+    def _generate(self, session: Session, job: Job) -> None:
         job.started = time.perf_counter()
         self.metrics.queued.observe(job.started - job.created)
         tokens: list[TokenStats] = []

@@ -52,7 +52,7 @@ def test_twelve_lines_without_torch_and_without_a_socket(tmp_path):
         if line.split()[1:2] and line.split()[1] in ("yes", "no", "maybe")
     ]
     assert len(lines) == 12
-    units = ("tok/s", "EUR", "offers", "GB", "cards")
+    units = ("tok/s", "EUR", "USD/Mtok", "offers", "GB", "cards")
     assert all(
         line.split()[3] in units and float(line.split()[2].replace(",", "")) >= 0 for line in lines
     )
@@ -226,3 +226,24 @@ def test_three_questions_over_http_and_by_the_twins(tmp_path):
         assert process.stderr is not None
         process.stderr.close()
         process.wait(20)
+
+
+def test_a_drive_is_measured_benched_and_advised_about(tmp_path):
+    """doctor, bench and advise on this machine: the bench is cited, below what L12 says of the measured drive."""
+    done = command(
+        "stages=[doctor,bench,advise]", "model=tiny", "hw=cpu", f"paths.outputs={tmp_path}", "cache.ram_gib=0",
+        "doctor.each_s=0.02", "doctor.sustained_s=0", "doctor.probe_gib=0.1", "bench.tokens=8", "bench.warmup_tokens=2",
+        "bench.repeats=1", "bench.prompt_length=8", "bench.plot=false", "advise.plot=false",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("runs/*/*")
+    advice = json.loads((folder / "advice.json").read_text())
+    measured = json.loads((folder / "bench.json").read_text())["decode_tok_s"]["median"]
+    rate = json.loads((folder / "doctor.json").read_text())["rates"]["drive_gib_s"] * 2**30
+    (row,) = advice["own_runs"]
+    assert row["run"] == f"run-own-{folder.name}"
+    assert row["measured"] == [pytest.approx(measured, rel=1e-5)] * 2
+    assert row["ceiling"] == pytest.approx(rate / (8 * 6 * 20748), rel=1e-5)
+    assert measured <= row["ceiling"]
+    keep = next(p for p in advice["paths"] if p["id"] == "keep-existing")
+    assert keep["run"] == row["run"]

@@ -113,6 +113,21 @@ def test_the_same_tokens_with_and_without_a_cache(outputs, tmp_path):
     assert not (tmp_path / "bench.png").exists()
 
 
+def test_conversations_decoded_together(outputs, tmp_path, capsys):
+    """Each decodes what it decodes alone; the table counts all their tokens."""
+    alone = [
+        measured(outputs, tmp_path, f"bench.seed={seed}", "bench.repeats=1") for seed in (0, 1)
+    ]
+    found = measured(outputs, tmp_path, "serve.max_batch=2", "cache.ram_gib=0.002")
+    wanted = [token for bench in alone for token in bench["repeats"][0]["token_ids"]]
+    assert [repeat["token_ids"] for repeat in found["repeats"]] == [wanted] * 2
+    assert (found["conversations"], found["changed"]["serve.max_batch"]) == (2, 2)
+    for repeat in found["repeats"]:
+        assert {token["num_tokens"] for token in repeat["tokens"]} == {2}
+        assert repeat["summary"]["tokens_per_pass"] == 2
+    assert "2 conversations decoded together: each gets" in capsys.readouterr().out
+
+
 def test_routes_are_recorded(outputs, tmp_path):
     """Both repeats: prompts of 4 + 4 + 1 tokens, 7 decoded ones, and what was dropped before a cold repeat."""
     found = measured(outputs, tmp_path, "record=true", "bench.is_cold=true")

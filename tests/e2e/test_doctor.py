@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -247,3 +248,14 @@ def test_no_kernel_is_checked_where_plain_torch_computes_the_experts(family):
     from stages.doctor_kernels import expert_error
 
     assert expert_error(family, SimpleNamespace(hidden=256, intermediate=96)) is None
+
+
+def test_a_rate_that_moved_since_the_last_time_is_said(tmp_path):
+    rates = {"drive_gib_s": 2.0, "ram_gib_s": 30.0}
+    before = {"when": "2026-11-30T09:05:18Z", "host": platform.node(), "model": "tiny"}
+    before["rates"] = rates
+    (tmp_path / "doctor.json").write_text(json.dumps(before))
+    report = Report(rates={"drive_gib_s": 1.5, "ram_gib_s": 31.0})
+    assert doctor.check_steadiness(report, tmp_path, "tiny") == ["drive_gib_s"]
+    assert rows(report)["steady: drive_gib_s"][0] == "warn"
+    assert doctor.check_steadiness(Report(rates={"drive_gib_s": 1.9}), tmp_path, "tiny") == []

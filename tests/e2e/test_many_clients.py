@@ -24,6 +24,7 @@ QUESTIONS = (
     "Какая столица Италии?",
 )
 CLIENTS = 16
+IDLE = {"waiting": [], "running": None, "all_running": []}
 
 
 class Asked:
@@ -73,14 +74,15 @@ class Asked:
             return text
 
 
+@pytest.mark.parametrize("max_batch", [1, 3])
 @pytest.mark.parametrize("total", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_mixed_requests_with_random_disconnects(open_tiny, total):
-    engine = open_tiny(**{"model.context_tokens": 256})
+def test_mixed_requests_with_random_disconnects(open_tiny, total, max_batch):
+    engine = open_tiny(**{"model.context_tokens": 256, "serve.max_batch": max_batch})
     engine.config.snapshots = SnapshotsConfig()
     closes, engine.close = engine.close, lambda: setattr(engine, "is_closed", True)
     engine.is_closed = False
     try:
-        with StubServer(engine, queue=total) as server:
+        with StubServer(engine, queue=total, max_batch=max_batch) as server:
             _ask_all(server, [Asked(number) for number in range(total)])
     finally:
         engine.close = closes
@@ -100,17 +102,20 @@ def _ask_all(server: StubServer, asked: list[Asked]) -> None:
             await asyncio.gather(*(one() for _ in range(clients)))
 
     asyncio.run(run(asked, CLIENTS))
-    wait_for(lambda: server.get("/status").json()["queue"] == {"waiting": [], "running": None})
+    wait_for(lambda: server.get("/status").json()["queue"] == IDLE)
     undisturbed = [request for request in asked if request.leaves_s is None]
     assert len(undisturbed) > len(asked) // 3
     assert all(request.text is not None for request in undisturbed)
     # the same alone, without any copy of a state
     alone: dict[tuple[str, bool], str] = {}
-    server.worker._session._store = SnapshotStore(0)
+    sessions = server.worker._sessions
+    for session in sessions:
+        session._store = SnapshotStore(0)
     for request in sorted(undisturbed, key=lambda r: -r.max_tokens):
         key = (request.question, request.follows)
         if key not in alone:
-            server.worker._session.reset()
+            for session in sessions:
+                session.reset()
             single = Asked(0)
             single.__dict__ |= {**request.__dict__, "is_stream": False, "text": None}
             asyncio.run(run([single], 1))

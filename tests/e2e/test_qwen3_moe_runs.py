@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ from runtime.checkpoint import Checkpoint, read_header
 from runtime.engine import Engine
 from runtime.errors import UserError
 from runtime.experts.layout import ExpertKey
+from runtime.experts.shared import pause
 from runtime.models import qwen3_moe
 from runtime.models.dense_state import SCORES_NBYTES
 from runtime.sampling import SamplingParams
 from runtime.session import Session
 from runtime.snapshot import SnapshotStore
+from runtime.together import Together
 from runtime.units import GIB
 from stages import synthetic_qwen3_moe as synthetic
 from stages.core import Runner
@@ -183,6 +186,33 @@ def test_a_second_turn_from_a_copy_is_the_uninterrupted_one(engine, tmp_path):
     answer(stored, [5, 6, 7])  # another conversation in between
     assert answer(stored, turn) == wanted
     assert stored.cached_tokens > len(prompt)
+
+
+def test_company_changes_no_number(made):
+    """Three conversations that are decoded together, each beside the same alone."""
+    files = engine_files({"download": made.find("download")})
+    serve = dataclasses.replace(made.cfg.serve, max_batch=3)
+    engine = Engine.open(dataclasses.replace(made.cfg, serve=serve), files)
+    alone = Engine.open(made.cfg, files, is_resident=True)
+
+    def talk(model, start, out):
+        state = model.new_state()
+        ids = list(range(start, start + 20))
+        out.append(model.prefill(ids, state, after_layer=pause))
+        out.extend(model.decode(token, state) for token in ids[:5])
+
+    wanted: list[list[torch.Tensor]] = [[], [], []]
+    found: list[list[torch.Tensor]] = [[], [], []]
+    together = Together(engine.shared)
+    for number in range(3):
+        talk(alone.model, 100 * number, wanted[number])
+        together.start(partial(talk, engine.model, 100 * number, found[number]))
+    while len(together):
+        together.round()
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(torch.cat(one), torch.cat(other))
+    engine.close()
+    alone.close()
 
 
 def test_the_server_answers(made):

@@ -271,10 +271,12 @@ def test_a_signal_ends_it_cleanly_with_a_stream_open(tmp_path: Path, sig: int):
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_deepseek"])
 def test_conversations_go_on_after_a_restart(tmp_path: Path, model: str):
-    """Also after kill -9: what an answer left on the disk is used, and the answer is the same."""
+    """Also after kill -9: what an answer left on the disk is used, and the answer is the same. So is what was warm."""
     whale = [{"role": "user", "content": "What is a whale?"}]
     name = {"tiny": "tiny", "tiny_deepseek": "tiny-deepseek"}[model]
-    settings = (f"model={model}", "hw=cpu")
+    settings = (f"model={model}", "hw=cpu", "cache.warm_start=true")
+    warm = tmp_path / "outputs" / "warm" / f"{model}.warm"
+    warm_line = re.compile(r"warm start: \d+ experts, .* are read in the background")
 
     def follow(server: Server, text: str) -> Any:
         turn = {"role": "assistant", "content": text}
@@ -283,15 +285,22 @@ def test_conversations_go_on_after_a_restart(tmp_path: Path, model: str):
     server = Server(tmp_path / "outputs", *settings)
     first = ask(server, model=name, messages=whale)
     wanted = follow(server, first.choices[0].message.content)
+    assert not warm.exists()
     assert server.stop() == 0
+    assert not warm_line.search(server.log.read_text())
+    saved = warm.read_bytes()
     server = Server(tmp_path / "outputs", *settings)
+    assert warm_line.search(server.log.read_text())
     again = follow(server, first.choices[0].message.content)
     assert again.choices[0].message.content == wanted.choices[0].message.content
     assert again.usage.prompt_tokens_details.cached_tokens == wanted.usage.prompt_tokens
     server.process.kill()
     server.process.wait()
     shutil.rmtree(tmp_path / "outputs" / "snapshots")
+    assert warm.read_bytes() == saved, "killed before it was due again"
+    warm.write_bytes(saved[:-1])
     server = Server(tmp_path / "outputs", *settings)
+    assert f"{warm} is not used, its checksum is wrong" in server.log.read_text()
     alone = follow(server, first.choices[0].message.content)
     server.stop()
     assert alone.usage.prompt_tokens_details.cached_tokens == 0

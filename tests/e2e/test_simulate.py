@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from tiny_setup import make_runner
 
 from runtime.errors import UserError
+from runtime.units import format_nbytes
 
 DRIVE = "hw.drive.simulate_gib_s=0.25"
 
@@ -59,6 +63,24 @@ def test_a_published_model_on_more_ram(tmp_path, capsys):
     assert "no policy more than" in out
     with pytest.raises(UserError, match="the imagined machine has no rate"):
         simulated(tmp_path, *words)
+
+
+@pytest.mark.parametrize("model", ["qwen", "deepseek"])
+def test_every_assumption_is_printed(tmp_path, capsys, model):
+    words = (f"simulate={model}_nvmoe_rtx5060", "hw.drive.simulate_gib_s=8.2", "cache.ram_gib=2")
+    few = ("bench.tokens=2", "bench.warmup_tokens=3", "cache.policy=lfu", "prefetch.copy=5")
+    document = simulated(tmp_path, *words, *few)
+    assert document["policy"] == "lfu", "simulate.policy is cache.policy unless it is given"
+    out = capsys.readouterr().out
+    path = Path(__file__).resolve().parents[2] / "conf" / "simulate" / f"{model}_nvmoe_rtx5060.yaml"
+    for key, value in OmegaConf.load(path).items():
+        if key == "record_nbytes":
+            assert format_nbytes(value) in out
+        elif key == "reads_in_place":
+            assert "copied to slots" in out
+        else:
+            assert re.search(rf"(?<![\d.]){value}(?![\d.])", out), key
+    assert "not counted: 3 tokens" in out
 
 
 def test_more_warm_up_than_was_recorded(tmp_path, outputs):

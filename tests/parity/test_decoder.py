@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
+from runtime.models.lanes import Lanes
 from runtime.models.qwen_decode import Decoder
 
 # masked softmax over the whole window against softmax over the visible positions: another order of fp32 sums
@@ -65,6 +68,30 @@ def test_conversations_take_turns_in_the_buffers(resident_engine, decoder, heldo
                 found[i].append(decoder.step(texts[i][at], states[i])[0].clone())
     for i in (0, 1):
         assert torch.equal(torch.stack(found[i]), wanted[i])
+
+
+def test_lanes_keep_each_conversations_buffers(resident_engine, heldout_tokens):
+    """Two conversations in turns on two lanes, and a third in the buffers of one that is over."""
+    model = resident_engine.model
+    first, second = (Decoder(model, 300, has_graphs=False) for _ in range(2))
+    lanes = Lanes([first, second])
+    states = [model.new_state() for _ in range(2)]
+    texts = [heldout_tokens[:12], heldout_tokens[100:112]]
+    found = [[], []]
+    for step in range(12):
+        for number, (text, state) in enumerate(zip(texts, states, strict=True)):
+            found[number].append(lanes.step(text[step], state)[0].clone())
+    assert {first.bound, second.bound} == set(states)
+    for text, logits in zip(texts, found, strict=True):
+        alone, state = Decoder(model, 300, has_graphs=False), model.new_state()
+        wanted = [alone.step(token, state)[0].clone() for token in text]
+        assert torch.equal(torch.stack(logits), torch.stack(wanted))
+    kept, free = states[0], states.pop()
+    del free
+    gc.collect()
+    third = model.new_state()
+    lanes.bind(third)
+    assert {first.bound, second.bound} == {kept, third}
 
 
 def test_a_copied_state_goes_on_as_the_first(resident_engine, decoder, heldout_tokens):

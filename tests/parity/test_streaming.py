@@ -9,8 +9,9 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from conf.schema import DirectIo, DriveConfig
-from runtime.experts.layout import PackedLayout
+from conf.schema import CachePolicy, DirectIo, DriveConfig
+from runtime.experts.layout import ExpertKey, PackedLayout
+from runtime.experts.policies import CACHES
 from runtime.experts.reader import DirectReader
 from runtime.experts.streamer import ExpertStreamer
 from runtime.units import GIB, PAGE_NBYTES
@@ -72,15 +73,21 @@ class Shuffle:
     delay_us=st.sampled_from([0, 20, 300]),
     seed=st.integers(0, 2**32),
     script=st.sampled_from(SCRIPTS),
+    policy=st.sampled_from(list(CachePolicy)),
+    num_warm=st.sampled_from([0, 20, EVERYTHING]),
 )
 def test_any_setting(
     resident_engine, tiny_files, heldout_tokens, wanted, monkeypatch_each,
-    cache_rows, sweep_rows, prefetch, drive, delay_us, seed, script,
+    cache_rows, sweep_rows, prefetch, drive, delay_us, seed, script, policy, num_warm,
 ):  # fmt: skip
     model = resident_engine.model
     layout = PackedLayout.open(tiny_files.pack)
     reader = DirectReader(layout.files, drive, preadv=Shuffle(seed, delay_us))
-    streamer = ExpertStreamer(layout, reader, cache_rows, sweep_rows, prefetch)
+    streamer = ExpertStreamer(
+        layout, reader, cache_rows, sweep_rows, prefetch, make_cache=CACHES[policy]
+    )
+    keys = [ExpertKey(i, e) for i in range(layout.num_layers) for e in range(layout.num_experts)]
+    streamer.warm_up(random.Random(seed).sample(keys, num_warm), cache_rows - TOP_K)
     try:
         with monkeypatch_each() as patch:
             patch.setattr(model, "experts", streamer)
@@ -88,7 +95,7 @@ def test_any_setting(
             found = run_script(model, script, heldout_tokens)
     finally:
         streamer.close()
-    assert streamer.counters.read_nbytes > 0
+    assert streamer.counters.read_nbytes + streamer.counters.warmed > 0
     assert torch.equal(found, wanted[script])
 
 
@@ -131,6 +138,24 @@ def test_warm_cache_is_used_and_does_not_show(open_tiny, heldout_tokens, wanted)
     after = engine.counters()
     assert after.experts.read_nbytes == before.experts.read_nbytes
     assert after.row_read_nbytes == before.row_read_nbytes
+
+
+@pytest.mark.parametrize("policy", [policy.value for policy in CachePolicy])
+def test_a_warm_start_does_not_show(open_tiny, heldout_tokens, wanted, tmp_path, policy):
+    """Saved at a close, read at the next start: the same logits, and little to read for them."""
+    script, path, read = SCRIPTS[1], tmp_path / "tiny.warm", []
+    for _ in range(2):
+        engine = open_tiny(**{"prefetch.experts": 0, "cache.policy": policy})
+        engine.warm_up(path, "one pack")
+        assert torch.equal(run_script(engine.model, script, heldout_tokens), wanted[script])
+        while engine._streamer._jobs:  # let the rest of it be read
+            list(engine.model.experts.fetch(0, []))
+        read.append(engine.counters().experts)
+        engine.close()
+    cold, warm = read
+    assert warm.warmed > 0
+    assert warm.misses == 0, "all that a token needed was here or on its way"
+    assert warm.warmed * engine._streamer.record_nbytes + warm.read_nbytes == cold.read_nbytes
 
 
 @pytest.mark.parametrize("ram_gib", [0, 30 * RECORD_GIB])

@@ -21,19 +21,23 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize(window=st.integers(1, 4))
     def start(self, window):
         self.queue, self.window, self.count = ReadQueue(window), window, 0
-        self.waiting_required, self.waiting_guesses = [], []  # in the order in which they may start
+        # in the order in which they may start
+        self.waiting_required, self.waiting_guesses, self.waiting_idle = [], [], []
         self.active = []  # in the order in which they started
+        self.active_idle = None
         self.issued, self.flying = {}, []
         self.done = []
 
-    @rule(num_pieces=st.integers(1, 4), is_required=st.booleans())
-    def push(self, num_pieces, is_required):
+    @rule(num_pieces=st.integers(1, 4), kind=st.sampled_from(["required", "guess", "idle"]))
+    def push(self, num_pieces, kind):
         self.count += 1
         pieces = [Span(0, PAGE_NBYTES * i, PAGE_NBYTES, PAGE_NBYTES, 0) for i in range(num_pieces)]
-        job = ReadJob(self.count, pieces, memoryview(b""), is_required)
+        is_idle = kind == "idle"
+        job = ReadJob(self.count, pieces, memoryview(b""), kind == "required", is_idle=is_idle)
         self.issued[job] = 0
         self.queue.push(job)
-        (self.waiting_required if is_required else self.waiting_guesses).append(job)
+        waiting = (self.waiting_required, self.waiting_guesses, self.waiting_idle)
+        waiting[["required", "guess", "idle"].index(kind)].append(job)
 
     def is_partial(self, job):
         return self.issued[job] < len(job.pieces)
@@ -56,10 +60,24 @@ class QueueMachine(RuleBasedStateMachine):
             else:
                 assert not partial_guesses
                 assert not self.waiting_guesses or len(self.active) >= self.window
+                idle = self.active_idle
+                if not self.active and not self.waiting_guesses and idle is None:
+                    assert not self.waiting_idle
+                elif not self.active and not self.waiting_guesses:
+                    assert not self.is_partial(idle) or idle in self.flying
             return
         job, piece = taken
         assert piece is job.pieces[self.issued[job]]  # in order, each once
-        if job.is_required and job in self.active:
+        if job.is_idle:
+            assert not self.active  # nothing else is in work or waits
+            assert not self.waiting_required
+            assert not self.waiting_guesses
+            assert job not in self.flying  # a piece at a time
+            if self.active_idle is None:
+                assert job is self.waiting_idle.pop(0)
+                self.active_idle = job
+            assert job is self.active_idle
+        elif job.is_required and job in self.active:
             assert job is partial[0]  # one expert after the other
         elif job.is_required:
             assert not partial
@@ -74,7 +92,7 @@ class QueueMachine(RuleBasedStateMachine):
                 assert not partial_guesses
                 assert job is self.waiting_guesses.pop(0)
                 assert len(self.active) < self.window
-        if job not in self.active:
+        if job not in self.active and not job.is_idle:
             self.active.append(job)
         self.issued[job] += 1
         assert job.is_started
@@ -89,30 +107,43 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.finish(job) == is_last
         assert job.is_done == is_last
         if is_last:
+            self.end(job)
+
+    def end(self, job):
+        if job is self.active_idle:
+            self.active_idle = None
+        else:
             self.active.remove(job)
-            self.done.append(job)
+        self.done.append(job)
 
     def any_job(self, data):
-        return data.draw(
-            st.sampled_from([*self.waiting_required, *self.waiting_guesses, *self.active])
-        )
+        return data.draw(st.sampled_from(self.all_jobs()))
 
-    @precondition(lambda self: self.waiting_guesses or self.waiting_required or self.active)
+    def all_jobs(self):
+        waiting = [*self.waiting_required, *self.waiting_guesses, *self.waiting_idle]
+        return waiting + self.active + [job for job in [self.active_idle] if job is not None]
+
+    @precondition(lambda self: self.all_jobs())
     @rule(data=st.data())
     def promote(self, data):
         job = self.any_job(data)
         self.queue.promote(job)
         assert job.is_required
-        if job in self.waiting_guesses:
-            self.waiting_guesses.remove(job)
-            self.waiting_required.append(job)
+        for waiting in (self.waiting_guesses, self.waiting_idle):
+            if job in waiting:
+                waiting.remove(job)
+                self.waiting_required.append(job)
+        if job is self.active_idle:
+            self.active_idle = None
+            self.active.append(job)
 
-    @precondition(lambda self: self.waiting_guesses or self.waiting_required or self.active)
+    @precondition(lambda self: self.all_jobs())
     @rule(data=st.data())
     def cancel(self, data):
         job = self.any_job(data)
-        assert self.queue.cancel(job) == (job not in self.active)
-        for waiting in (self.waiting_required, self.waiting_guesses):
+        has_begun = job in self.active or job is self.active_idle
+        assert self.queue.cancel(job) == (not has_begun)
+        for waiting in (self.waiting_required, self.waiting_guesses, self.waiting_idle):
             if job in waiting:
                 waiting.remove(job)
                 del self.issued[job]
@@ -132,9 +163,8 @@ class QueueMachine(RuleBasedStateMachine):
             if self.flying:
                 job = self.flying.pop()
                 if self.queue.finish(job):
-                    self.active.remove(job)
-                    self.done.append(job)
-            elif not (self.waiting_required or self.waiting_guesses or self.active):
+                    self.end(job)
+            elif not self.all_jobs():
                 break
         assert {job: len(job.pieces) for job in self.done} == self.issued
         assert self.queue.take() is None
@@ -185,6 +215,26 @@ def test_a_promoted_guess_goes_on_first_and_counts():
     for _ in range(3):
         queue.finish(guess)
     assert hand_outs(queue, 4) == ["second"] * 3 + [None]
+
+
+def test_an_idle_job_goes_a_piece_at_a_time_and_alone():
+    queue = ReadQueue(2)
+    idle = [ReadJob(f"idle{i}", [ONE_PAGE] * 2, memoryview(b""), False, None, True) for i in (0, 1)]
+    for job in idle:
+        queue.push(job)
+    guess, needed = (make_job(k, 1, k == "needed") for k in ("guess", "needed"))
+    assert hand_outs(queue, 2) == ["idle0", None]
+    queue.push(guess)
+    queue.push(needed)
+    queue.finish(idle[0])
+    assert hand_outs(queue, 3) == ["needed", "guess", None]
+    queue.finish(needed)
+    assert hand_outs(queue, 1) == [None]
+    queue.finish(guess)
+    assert hand_outs(queue, 2) == ["idle0", None]
+    assert queue.finish(idle[0])
+    queue.promote(idle[1])
+    assert hand_outs(queue, 3) == ["idle1", "idle1", None]
 
 
 def test_drain_returns_what_was_never_started():

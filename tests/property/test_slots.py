@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.experts.slots import BATCH_EXPERTS, SlotExperts, passing_slots
+from runtime.experts.slots import BATCH_EXPERTS, KEY_STRIDE, SlotExperts, passing_slots
 from runtime.experts.streamer import one_by_one
 from runtime.stats import ExpertCounters
 
@@ -230,15 +230,38 @@ class Ready(Source):
         return [self._give(layer, e, self.ahead_lent) for e in ids]
 
 
-@pytest.mark.parametrize("kept_layers", range(LAYERS + 1))
-def test_as_many_layers_are_kept_as_hold_two_routes(kept_layers: int):
-    """An LRU over all layers that is smaller than a token's cycle would find nothing at all."""
-    gpu = Gpu(passing_slots(0) + kept_layers * 2 * ROUTE + 1, random.Random(0))
-    experts = SlotExperts(Ready(random.Random(0)), gpu, LAYERS, ROUTE)
-    assert experts.kept_layers == kept_layers
+@pytest.mark.parametrize("kept", [0, 1, 4, LAYERS * ROUTE - 1, LAYERS * ROUTE])
+@pytest.mark.parametrize("early", [0, 2])
+def test_slots_fewer_than_a_cycle_find_all_they_can(kept: int, early: int):
+    """The same token again and again: an LRU that is smaller than its cycle would find nothing at all."""
+    gpu = Gpu(passing_slots(early) + kept, random.Random(0))
+    experts = SlotExperts(Ready(random.Random(0)), gpu, LAYERS, ROUTE, early)
+    routes = [[3 * layer % EXPERTS + i for i in range(ROUTE)] for layer in range(LAYERS)]
+    guesses = [*([route[0], route[1]] for route in routes[1:]), []] if early else None
+    for _ in range(3):
+        hits = run_token(gpu, experts, routes, guesses)
+        gpu.finish()
+    # the first layer has no guesses; of another's route two are copied ahead unless they are kept
+    assert sum(hits) >= kept + (0 if kept else 2 * (LAYERS - 1) * bool(early))
+    assert sum(hits) <= kept + 2 * (LAYERS - 1) * bool(early) + len(experts._passing)
+
+
+def test_a_prompt_takes_no_slot_that_keeps_an_expert():
+    gpu = Gpu(passing_slots(2) + 6, random.Random(0))
+    experts = SlotExperts(Ready(random.Random(0)), gpu, LAYERS, ROUTE, early_copies=2)
     routes = [[1, 2, 3]] * LAYERS
-    assert run_token(gpu, experts, routes) == [0] * LAYERS
-    assert run_token(gpu, experts, routes) == [ROUTE] * kept_layers + [0] * (LAYERS - kept_layers)
+    guesses = [[1, 2]] * (LAYERS - 1) + [[]]
+    for _ in range(2):
+        run_token(gpu, experts, routes, guesses)
+    kept = experts._kept.in_order()
+    assert len(kept) == 6
+    for wave in experts.batches(2, list(range(EXPERTS))):
+        gpu.launch(2, wave)
+    gpu.finish()
+    assert experts._kept.in_order() == kept
+    for key in kept:
+        slot = experts._kept.slot_of(key)
+        assert torch.equal(gpu.slots[slot], content(*divmod(key, KEY_STRIDE)))
 
 
 def test_right_guesses_are_hits_and_wrong_ones_go_first():

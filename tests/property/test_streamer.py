@@ -15,14 +15,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from conf.schema import DirectIo, DriveConfig
+from conf.schema import CachePolicy, DirectIo, DriveConfig
 from runtime.checkpoint import Extent
 from runtime.experts.layout import ExpertKey, aligned_spans
+from runtime.experts.policies import CACHES
 from runtime.experts.reader import DirectReader, ReadError
 from runtime.experts.streamer import ExpertStreamer, ResidentExperts
 from runtime.units import PAGE_NBYTES
 
 LAYERS, EXPERTS, ROUTE = 3, 7, 3
+ALL_KEYS = [ExpertKey(layer, e) for layer in range(LAYERS) for e in range(EXPERTS)]
 
 
 class TwoPartLayout:
@@ -32,7 +34,7 @@ class TwoPartLayout:
     sizes = (5000, 700)
 
     def __init__(self, folder, rng):
-        self.keys = [ExpertKey(layer, e) for layer in range(LAYERS) for e in range(EXPERTS)]
+        self.keys = ALL_KEYS
         self.files = (Path(folder) / "codes", Path(folder) / "scales")
         self.truth, self.extents = {}, {}
         for file, nbytes in enumerate(self.sizes):
@@ -103,19 +105,26 @@ class StreamerMachine(RuleBasedStateMachine):
         ),
         delay_us=st.sampled_from([0, 50, 200]),
         seed=st.integers(0, 2**32),
+        policy=st.sampled_from(list(CachePolicy)),
     )
-    def start(self, cache_rows, sweep_rows, prefetch, config, delay_us, seed):
+    def start(self, cache_rows, sweep_rows, prefetch, config, delay_us, seed, policy):
         rng = random.Random(seed)
         self.folder = tempfile.TemporaryDirectory()
         self.layout = TwoPartLayout(self.folder.name, rng)
         self.drive = Drive(rng, delay_us * 1e-6)
         reader = DirectReader(self.layout.files, config, self.drive.preadv)
         self.streamer = ExpertStreamer(
-            self.layout, reader, cache_rows, sweep_rows, prefetch, cache_rows - ROUTE
+            self.layout,
+            reader,
+            cache_rows,
+            sweep_rows,
+            prefetch,
+            cache_rows - ROUTE,
+            make_cache=CACHES[policy],
         )
         self.given, self.given_before = [], []  # by `ahead`: since the last call, and before it
         self.cache_rows = cache_rows
-        self.lookups = 0
+        self.lookups = self.warmed = 0
         self.bad = set()  # keys whose reads fail now
         self.suspect = set()  # keys whose reads may have failed before the drive was mended
         self.forgotten = []
@@ -176,6 +185,20 @@ class StreamerMachine(RuleBasedStateMachine):
         assert {key for key, _ in found} <= settled
         self.given += found
 
+    @rule(keys=st.permutations(ALL_KEYS), count=st.integers(0, 12), rows=st.integers(0, 25))
+    def warm_up(self, keys, count, rows):
+        """Keys that are there or on their way already are left alone; nobody is evicted."""
+        cache = self.streamer.cache
+        before, settled = set(cache.keys()), self.settled()
+        found = self.streamer.warm_up(keys[:count], rows)
+        here = set(cache.keys())
+        assert settled <= here
+        new = here - before
+        assert len(new) == found
+        assert found <= max(0, min(rows, self.cache_rows) - len(here - new))
+        assert not here - before - set(keys[:count])
+        self.warmed += found
+
     def called(self):
         """A record from `ahead` is valid until the call after the next."""
         self.given_before, self.given = self.given, []
@@ -232,6 +255,8 @@ class StreamerMachine(RuleBasedStateMachine):
         ids = ids[:count]
         keys = {ExpertKey(layer, e) for e in ids}
         settled, here = self.settled(), set(self.streamer.cache.keys())
+        judged = set(self.streamer._guesses)  # wrong ones become the first to go
+        order = [key for key in self.streamer.cache.keys() if key in settled - judged]  # noqa: SIM118
         before = self.streamer.counters.copy()
         seen = []
         try:
@@ -251,7 +276,11 @@ class StreamerMachine(RuleBasedStateMachine):
             counted = self.streamer.counters.since(before)
             assert counted.sweep_hits + counted.sweep_misses == len(ids)
             assert counted.sweep_hits >= len(keys & settled)
-        assert settled <= set(self.streamer.cache.keys())  # nobody is evicted
+        after = self.streamer.cache.keys()
+        assert settled <= set(after)  # nobody is evicted
+        assert [
+            key for key in after if key in settled - judged
+        ] == order  # nor any sooner than before
         self.pinned_are_among(set())
 
     @rule()
@@ -281,8 +310,9 @@ class StreamerMachine(RuleBasedStateMachine):
         c = self.streamer.counters
         assert c.guesses_used + c.guesses_wasted + c.guesses_cancelled <= c.guesses_issued
         assert c.read_nbytes <= self.layout.record_nbytes * (
-            c.misses + c.sweep_misses + c.guesses_issued - c.guesses_cancelled
+            c.misses + c.sweep_misses + c.guesses_issued - c.guesses_cancelled + c.late
         )
+        assert c.warmed <= self.warmed
         assert len(self.streamer.cache) <= self.cache_rows
 
     def teardown(self):
@@ -418,6 +448,103 @@ def test_a_row_of_an_abandoned_sweep_is_not_reused_while_it_is_written(layout):
     for expert, record in streamer.sweep(2, [k.expert for k in free if k.layer == 2][:2]):
         assert drive.is_through.wait(60)  # the old read has ended, whenever it may
         layout.check(ExpertKey(2, expert), record)
+    streamer.close()
+
+
+def warm(streamer, *experts, layer=2, rows=99):
+    return streamer.warm_up([ExpertKey(layer, e) for e in experts], rows)
+
+
+def settle(streamer, keys):
+    """Let reads come back until these have landed."""
+    deadline = time.monotonic() + 60
+    while any(map(streamer.cache.is_in_flight, keys)):
+        assert time.monotonic() < deadline
+        list(streamer.fetch(0, []))
+
+
+def test_a_warm_start_reads_the_hottest_and_leaves_room(layout):
+    streamer = open_streamer(layout, Drive(random.Random(0)), cache_rows=6)
+    assert warm(streamer, 0, 1, 2, 3, 4, rows=4) == 4  # 0, the coldest, is left out
+    hot = [ExpertKey(2, e) for e in (1, 2, 3, 4)]
+    settle(streamer, hot)
+    assert streamer.cache.keys() == hot
+    assert (streamer.counters.warmed, streamer.counters.read_nbytes) == (4, 0)
+    for expert, record in streamer.fetch(2, [3, 1]):
+        layout.check(ExpertKey(2, expert), record)
+    assert streamer.counters.hits == 2
+    assert warm(streamer, 1, 2, 3, 4, rows=4) == 0
+    streamer.close()
+
+
+def test_required_reads_go_first_and_take_the_coldest_rows(layout):
+    """The warm start's first read is stuck on the drive, the others wait behind it; nobody waits for them."""
+    drive = Drive(random.Random(0))
+    streamer = open_streamer(layout, drive, cache_rows=4, window=2)
+    stuck = ExpertKey(2, 6)
+    drive.gated = {min(layout.pages(stuck))}
+    free = [e for e in range(EXPERTS) if not layout.pages(ExpertKey(0, e)) & drive.gated]
+    assert warm(streamer, 0, 1, 2, 6) == 4
+    for expert, record in streamer.fetch(0, free[:2]):
+        layout.check(ExpertKey(0, expert), record)
+    left = [ExpertKey(2, 2), stuck, *(ExpertKey(0, e) for e in free[:2])]
+    assert streamer.cache.keys() == left, "the coldest two gave up their rows"
+    assert streamer.counters.misses == 2
+    drive.gate.set()
+    for expert, record in streamer.fetch(2, [2, 6]):  # now they are required
+        layout.check(ExpertKey(2, expert), record)
+    assert streamer.counters.late == 2 - streamer.counters.hits
+    streamer.close()
+
+
+def test_a_row_that_a_warm_start_is_writing_is_not_given_away(layout):
+    drive = Drive(random.Random(0))
+    streamer = open_streamer(layout, drive, cache_rows=3, window=2)
+    stuck = ExpertKey(2, 6)
+    drive.gated = {min(layout.pages(stuck))}
+    free = [e for e in range(EXPERTS) if not layout.pages(ExpertKey(0, e)) & drive.gated]
+    assert warm(streamer, 0, 1, 6) == 3
+    deadline = time.monotonic() + 60
+    while not streamer._jobs[stuck].is_started:
+        assert time.monotonic() < deadline
+    threading.Timer(0.02, drive.gate.set).start()
+    given = list(streamer.fetch(0, free[:3]))  # three rows: the last one when the read has ended
+    assert drive.is_through.wait(60)
+    for expert, record in given:
+        layout.check(ExpertKey(0, expert), record)
+    assert streamer.cache.row_of(stuck) is None
+    streamer.close()
+
+
+def test_a_prompt_and_a_guess_take_what_a_warm_start_has_not_read_yet(layout):
+    drive = Drive(random.Random(0))
+    streamer = open_streamer(layout, drive, cache_rows=5, prefetch=1)
+    drive.gated = {min(layout.pages(ExpertKey(2, 6)))}
+    free = [e for e in range(EXPERTS - 1) if not layout.pages(ExpertKey(2, e)) & drive.gated]
+    first, second = free[:2]
+    assert warm(streamer, first, second, 6) == 3
+    list(streamer.fetch(1, [], guesses=[second]))
+    assert streamer.counters.guesses_issued == 1
+    for expert, record in streamer.sweep(2, [first, second]):
+        layout.check(ExpertKey(2, expert), record)
+    c = streamer.counters
+    assert c.sweep_hits + c.sweep_misses == 2
+    assert c.sweep_misses >= 1, "the guess may have been on its way, the other had to be read"
+    drive.gate.set()
+    streamer.forget()
+    assert streamer.cache.keys() == []
+    streamer.close()
+
+
+def test_a_warm_start_that_cannot_read_is_no_error(layout):
+    drive = Drive(random.Random(0))
+    drive.bad = {min(layout.pages(ExpertKey(2, 3)))}
+    streamer = open_streamer(layout, drive, cache_rows=4)
+    warm(streamer, 3)
+    settle(streamer, [ExpertKey(2, 3)])
+    assert streamer.cache.row_of(ExpertKey(2, 3)) is None
+    with pytest.raises(ReadError, match="layer 2, expert 3"):
+        list(streamer.fetch(2, [3]))
     streamer.close()
 
 

@@ -106,7 +106,7 @@ class StubEngine:
         self.config = SimpleNamespace(snapshots=SnapshotsConfig())
         self.context_tokens, self.prefill_tokens = 4096, 2048
         self.num_tokens, self.device, self.is_direct = codec.vocab_size, torch.device("cpu"), True
-        self.drafting = self.vram_plan = None
+        self.drafting = self.vram_plan = self.shared = None
         self.plan = SimpleNamespace(cache_nbytes=1 << 20)
         self.model = self
         self.is_closed = False
@@ -122,6 +122,9 @@ class StubEngine:
 
     def counters(self) -> Counters:
         return Counters(ExpertCounters(hits=3 * self.decoded, misses=self.decoded), 0, 0, 0)
+
+    def save_warm(self) -> None:
+        """There are no experts."""
 
     def new_state(self) -> StubState:
         return StubState()
@@ -181,6 +184,7 @@ class StubServer:
             lambda _: SnapshotStore(1 << 24),
             config.queue,
             self.lost.set,
+            config.max_batch,
         )
         app = create_app(self.worker, config, key)
         settings = uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=2)

@@ -111,6 +111,11 @@ def _calls() -> list[tuple[str, dict, str, str, dict]]:
             {},
         )
     )
+    for question in (
+        "I have two RTX 4090 and 64 GB RAM: Llama 3.3 70B?",
+        "DeepSeek V4.1 Flash, no GPU?",
+    ):
+        found.append(("advise", {"question": question}, "POST", "/api/advise", {}))
     for law in ("L01", "L12", "L14", "L17"):
         found.append(("explain_law", {"law": law}, "GET", f"/api/law/{law}", {}))
     inputs = {
@@ -183,6 +188,17 @@ def test_every_tool_and_its_twin_say_the_same():
                 assert await _ask_mcp(client, call) == await _ask_http(web, call), call[:2]
 
     run(session)
+
+
+def test_a_machine_in_the_question_is_the_machine_where_none_is_named():
+    asked = "I have two RTX 4090 and 64 GB RAM: does Llama 3.3 70B run?"
+    heard = Service().advise(question=asked)
+    assert heard.machine["gpus"] == ["gpu-rtx-4090", "gpu-rtx-4090"]
+    assert heard.machine["ram_bytes"] == pytest.approx(64 * 2**30, rel=1e-5)
+    assert heard.heard["hardware"] == "RAM 64 GiB, card 2 x GeForce RTX 4090 24 GB"
+    told = Service().advise(question=asked, hardware={"gpu": "RTX 3060"})
+    assert told.machine["gpus"] == ["gpu-rtx-3060"], "what is told by key wins"
+    assert Service().advise(model="qwen", question="what would an RTX 4090 do?", hw="rtx5060").machine["gpus"] == ["gpu-rtx-5060"]  # fmt: skip
 
 
 def test_arguments_that_cannot_be_used_are_told_with_the_field():

@@ -35,6 +35,9 @@ RIGHT = [
     ("qwen", "rtx5060", "en", {"context_tokens": 32768.0, "users": 8.0}),
     ("llama-70b", "rtx5060", "en", {"min_tok_s": 10.0}),
     ("DeepSeek-V3", "rtx5060", "en", {"accepts_smaller": False}),
+    ("qwen", "dgx-spark", "en", {}),
+    ("llama-70b", "dgx-spark", "de", {"min_tok_s": 4.0}),
+    ("deepseek", "rtx5060", "en", {"currency": "USD", "cloud_allowed": True, "tokens_in_month": 10e6, "tokens_out_month": 2e6, "price_kwh": 0.3}),
 ]  # fmt: skip
 
 
@@ -404,6 +407,22 @@ def test_no_answer_breaks_the_validator(seed, noise):
         text = text[:at] + generator.choice(["", "}", "{", "null", "1e400", '"', "-1", noise]) + text[at + generator.randrange(12) :]  # fmt: skip
     found = check_answer(base(), text, last_user_message=noise)
     assert isinstance(found["ok"], bool)
+
+
+@pytest.mark.parametrize(
+    ("extra", "errors"),
+    [
+        (" ".join(f"{n}.57 tok/s" for n in range(20000, 31000)), 11000),  # each from nowhere
+        ("111 " * 40000, 0), ("1," * 80000, 0), ("x" * 160000, 0), ("http://" * 22000, 0),
+    ],
+    ids=["numbers", "groups", "commas", "one word", "addresses"],
+)  # fmt: skip
+def test_long_answers_take_no_more_than_linear_time(extra, errors):
+    """Each of these took minutes to hours where a pattern or a look-up was quadratic."""
+    block, prose = right()
+    found = check(block, f"{prose} {extra}")
+    codes = [e["code"] for e in found["errors"]]
+    assert (codes.count("E-UNIT"), codes.count("E-FORMAT")) == (errors, 0)
 
 
 def test_an_answer_that_is_too_large_is_not_read():

@@ -133,6 +133,7 @@ def test_no_two_keys_mean_the_same():
         "window": "experts in flight, tokens kept hot",
         "budget": "of tokens for a question, of money",
         "question": "to a memory, to the advisor",
+        "policy": "of the cache, of an imagined one",
         "experts": "guesses to read, experts to check, experts of a synthetic layer",
     }
     seen: dict[str, list[str]] = {}

@@ -113,14 +113,31 @@ def test_relations_between_laws(seed):
 
 
 def mutants(text: str):
-    """Yield texts of a formula with one thing changed: an operator, a sign, a factor, swapped operands, min and max."""
+    """Yield texts of a formula with one thing changed: an operator, a sign, a factor, swapped operands, min and max, an
+    operand or a call left out, a comparison turned round.
+    """
     count = sum(1 for _ in ast.walk(ast.parse(text, mode="eval")))
     for index in range(count):
-        for kind in range(6):
+        for kind in range(7):
             tree = ast.parse(text, mode="eval")
             node = list(ast.walk(tree))[index]
             if _mutate(node, kind):
                 yield ast.unparse(tree)
+        node = list(ast.walk(ast.parse(text, mode="eval")))[index]
+        parts = {ast.BinOp: ("left", "right"), ast.Call: ("args",)}.get(type(node), ())
+        for part in parts:
+            found = getattr(node, part)
+            for kept in found if isinstance(found, list) else [found]:
+                tree = ast.parse(text, mode="eval")
+                yield ast.unparse(_Replace(list(ast.walk(tree))[index], kept).visit(tree))
+
+
+class _Replace(ast.NodeTransformer):
+    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+        self.old, self.new = old, new
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return self.new if node is self.old else self.generic_visit(node)
 
 
 def _mutate(node: ast.AST, kind: int) -> bool:
@@ -145,6 +162,12 @@ def _mutate(node: ast.AST, kind: int) -> bool:
             node.func.id = "max"
         case ast.Call(func=ast.Name(id="max")), 5:
             node.func.id = "min"
+        case ast.Call(func=ast.Name(id="ceil" | "floor" as name)), 5:
+            node.func.id = "floor" if name == "ceil" else "ceil"
+        case ast.Compare(ops=[ast.LtE() | ast.Lt()]), 6:
+            node.ops = [ast.Gt()]
+        case ast.Compare(ops=[ast.GtE() | ast.Gt()]), 6:
+            node.ops = [ast.Lt()]
         case _:
             return False
     return True
@@ -155,6 +178,8 @@ def test_a_changed_formula_is_refused(document):
     name = document["id"]
     texts = [("formula", None, document["formula"])]
     texts += [("let", part, text) for part, text in document.get("let", {}).items()]
+    if "never_when" in document:
+        texts.append(("never_when", None, document["never_when"]))
     tried = 0
     for field, part, text in texts:
         for mutant in mutants(text):
@@ -169,6 +194,36 @@ def test_a_changed_formula_is_refused(document):
     assert tried >= 2
 
 
+def is_refused(documents) -> bool:
+    try:
+        build_laws(documents)
+    except LawError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.5, 2, 10])
+@pytest.mark.parametrize("name", DOCUMENTS["constants"])
+def test_a_changed_constant_is_refused(name, factor):
+    documents = copy.deepcopy(DOCUMENTS)
+    documents["constants"][name]["value"] *= factor
+    assert is_refused(documents)
+
+
+def test_a_changed_default_is_refused():
+    tried = 0
+    for document in DOCUMENTS["laws"]:
+        for name, variable in document["variables"].items():
+            if "default" in variable:
+                documents = copy.deepcopy(DOCUMENTS)
+                documents["laws"] = [d for d in documents["laws"] if d["id"] == document["id"]]
+                changed = documents["laws"][0]["variables"][name]
+                changed["default"] = 2 * changed["default"] or 2
+                assert is_refused(documents), f"{document['id']}: {name}"
+                tried += 1
+    assert tried >= 10
+
+
 @pytest.mark.parametrize(
     ("name", "field", "value", "says"),
     [
@@ -177,7 +232,7 @@ def test_a_changed_formula_is_refused(document):
          "hours_day is in|is in|gives"),
         ("L01", "formula", "params * bits_eff", "the formula gives bit, the law says B"),
         ("L12", "formula", "disk_bw / (routed_bytes_per_token * (h + waste + disk_bw))", "is in 1, disk_bw in B/s"),
-        ("L18", "formula", "watts / WATTS_PER_KW * hours_day * price_kwh", "the law says money/month"),
+        ("L18", "formula", "(watts + idle_w) / WATTS_PER_KW * hours_day * price_kwh", "the law says money/month"),
         ("L04", "formula", "moe_layers * top_k * expert_bytes / TOKENS", "uses TOKENS, which is not declared"),
         ("L04", "formula", "moe_layers * expert_bytes / TOKEN", "top_k is declared, but no formula uses it"),
         ("L13", "properties", ["falls with cache_bytes", "at most 1"], "falls with cache_bytes, but"),

@@ -86,6 +86,23 @@ def test_a_token_on_a_gpu_by_hand():
     assert (ahead.counters.early_used, ahead.counters.vram_hits) == (1, 1)
 
 
+def test_in_place_copied_first_and_the_host_behind_a_launch_by_hand():
+    """In place 1 MiB takes 2 ms, copied 1 ms and then 0.5 ms from VRAM while the next is copied."""
+    rates = {"link_gib_s": 1000 * MIB_S, "in_place_gib_s": 500 * MIB_S, "vram_gib_s": 2000 * MIB_S}
+    machine = Machine(100 * MIB_S, **rates, layer_ms=3, host_ms=2)
+    steps = token([0, 1], [2, 3]) + token([0, 1], [2, 3], forward=1)
+    (_, warm), _ = replay(steps, machine)
+    assert warm.total_ms == pytest.approx(2 * (3 + 2 + 4))
+    prompt = [Step(Kind.sweep, 2, layer, tuple(range(8))) for layer in (0, 1)]
+    again = token([0, 1], [2, 3], forward=3)
+    found, _ = replay([*prompt, *again], machine, reads_in_place=False)
+    assert found[0].total_ms == pytest.approx(2 * (3 + 2 + 1 + 1 + 0.5))
+    for host_after, extra in ((1, 0), (9, 2 * (9 - 4))):  # hidden by 4 ms of experts
+        busy = Machine(100 * MIB_S, **rates, layer_ms=3, host_ms=2, host_after_ms=host_after)
+        (_, last), _ = replay([*token([0, 1], [2, 3]), *token([0, 1], [2, 3], forward=1)], busy)
+        assert last.total_ms == pytest.approx(warm.total_ms + extra)
+
+
 def test_forgetting_and_prompts():
     forget = Step(Kind.forget, 1, 0, ())
     prompt = [Step(Kind.sweep, 0, layer, (0, 1, 2)) for layer in (0, 1)]

@@ -32,6 +32,8 @@ TOOL = {
     },
 }
 
+IDLE = {"waiting": [], "running": None, "all_running": []}
+
 
 def call(city: str) -> str:
     return (
@@ -736,7 +738,7 @@ def test_clients_that_leave_at_once_or_in_the_middle_of_their_request(server, en
     with socket.create_connection(("127.0.0.1", server.port)) as sock:
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{"
         sock.sendall(head.encode())
-    wait_for(lambda: server.get("/status").json()["queue"] == {"waiting": [], "running": None})
+    wait_for(lambda: server.get("/status").json()["queue"] == IDLE)
     assert server.ask(max_tokens=1).usage.completion_tokens == 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 

@@ -1,0 +1,173 @@
+"""What each rule for the RAM cache and for the slots in VRAM finds, on generated and on recorded routes.
+
+    python tests/bench/bench_cache_rules.py [routes.bin ...]
+    python tests/bench/bench_cache_rules.py --record tiny FILE      # held-out text through a bundled model
+
+Generated routes are those of the two published models, with 16 GB of cache: as they are, and with another liking of
+experts every 50 or 20 tokens, as if the topic changed altogether. Recorded ones are given an eighth, a quarter and half
+of the experts. Not collected by pytest.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "e2e")]
+
+from runtime.engine import Engine
+from runtime.experts import frequency, policies
+from runtime.experts.cache import ExpertCache
+from runtime.experts.frequency import KeptExperts
+from runtime.experts.policies import LfuCache, SlruCache, count_hits, most_hits
+from runtime.experts.routes import Kind, RouteHeader, RouteTrace, read_routes
+from runtime.locality import PRESETS, generate
+from runtime.session import Session
+from stages.bench_report import format_table
+
+MODELS = {
+    "qwen": (RouteHeader("qwen", 48, 512, 10, 2_764_800), 5787, 243),
+    "deepseek": (RouteHeader("deepseek", 40, 384, 6, 18_800_640), 851, 40),
+}
+Requests = list[list[int]]  # a layer's route each
+
+
+def requests_of(trace: RouteTrace) -> Requests:
+    stride = trace.header.num_experts
+    return [
+        [step.layer * stride + expert for expert in step.experts]
+        for step in trace.steps
+        if step.kind is Kind.decode
+    ]
+
+
+def lfu(half_life: float) -> Callable[[int], ExpertCache[int]]:
+    def make(rows: int) -> ExpertCache[int]:
+        policies.HALF_LIFE_CYCLES = half_life
+        return LfuCache(rows)
+
+    return make
+
+
+def slru(share: float) -> Callable[[int], ExpertCache[int]]:
+    def make(rows: int) -> ExpertCache[int]:
+        policies.PROTECTED_SHARE = share
+        return SlruCache(rows)
+
+    return make
+
+
+RULES: dict[str, Callable[[int], ExpertCache[int]]] = {
+    "LRU": ExpertCache,
+    "LFU, half after 1 cycle": lfu(1),
+    "2": lfu(2),
+    "4": lfu(4),
+    "SLRU, half protected": slru(0.5),
+    "0.8": slru(0.8),
+}
+
+
+def ram_row(name: str, requests: Requests, rows: int) -> list[str]:
+    uses = sum(map(len, requests))
+    found = [count_hits(make(rows), requests) / uses for make in RULES.values()]
+    return [name, *(f"{share:.1%}" for share in [*found, most_hits(requests, rows) / uses])]
+
+
+def lru_of_layers(requests: Requests, header: RouteHeader, slots: int, first: int) -> int:
+    """Hits of an LRU over as many of the first layers as it holds two routes of."""
+    layers = slots // (2 * header.top_k)
+    cache: ExpertCache[int] = ExpertCache(max(1, slots))
+    hits = 0
+    for number, route in enumerate(requests):
+        if route[0] // header.num_experts < layers:
+            hits += count_hits(cache, [route]) * (number >= first)
+    return hits
+
+
+def most_used(requests: Requests, header: RouteHeader, slots: int, first: int) -> int:
+    kept = KeptExperts(range(slots), header.num_layers)
+    hits = 0
+    spare = slots
+    for number, route in enumerate(requests):
+        hits += (number >= first) * sum(kept.slot_of(key) is not None for key in route)
+        kept.count(route)
+        for key in route:
+            if kept.slot_of(key) is None:
+                freed = kept.keep(key, spare)
+                spare = spare if freed is None else freed
+    return hits
+
+
+def vram_row(name: str, requests: Requests, header: RouteHeader, slots: int) -> list[str]:
+    """Hits a token; the first third of the tokens only warms."""
+    first = len(requests) // 3
+    tokens = (len(requests) - first) / header.num_layers
+    cells = [f"{lru_of_layers(requests, header, slots, first) / tokens:.1f}"]
+    for half_life in (3, 6, 12, 25):
+        frequency.HALF_LIFE_TOKENS = half_life
+        cells.append(f"{most_used(requests, header, slots, first) / tokens:.1f}")
+    return [name, str(slots), *cells]
+
+
+def main(paths: Sequence[str]) -> None:
+    ram, vram = [], []
+    for model, (header, rows, slots) in MODELS.items():
+        for tokens, parts in ((150, 1), (50, 3), (20, 7)):
+            requests: Requests = []
+            for seed in range(parts):
+                requests += requests_of(generate(header, PRESETS[model], tokens, seed))
+            name = f"{model}, {'one topic' if parts == 1 else f'a new one every {tokens} tokens'}"
+            ram.append(ram_row(name, requests, rows))
+            vram.append(vram_row(name, requests, header, slots))
+    for path in paths:
+        trace = read_routes(Path(path))
+        header, requests = trace.header, requests_of(trace)
+        experts = header.num_layers * header.num_experts
+        ram += [
+            ram_row(f"{header.model}, 1/{share} of {experts}", requests, experts // share)
+            for share in (8, 4, 2)
+        ]
+        vram += [
+            vram_row(header.model, requests, header, routes * header.top_k) for routes in (2, 8)
+        ]
+    print(format_table(["routes", *RULES, "Belady"], ram))
+    print()
+    print(
+        format_table(
+            ["routes", "slots", "LRU of layers", *(f"used, {n}" for n in (3, 6, 12, 25))], vram
+        )
+    )
+
+
+def record(model: str, path: Path) -> None:
+    """Feed three held-out passages token by token: two languages, two topics."""
+    from tiny_setup import make_runner
+
+    from stages.opening import engine_files, setup_stages
+
+    with tempfile.TemporaryDirectory() as folder:
+        words = (f"model={model}", "hw=cpu", "hw.compute_threads=1", "cache.ram_gib=1")
+        runner = make_runner(Path(folder), *words)
+        names = setup_stages(runner.cfg)
+        runner.run(names)
+        outputs = {name: output for name in names if (output := runner.find(name)) is not None}
+        engine = Engine.open(runner.cfg, engine_files(outputs))
+        engine.record_routes(path)
+        texts = ROOT / runner.cfg.model.path
+        for language, start in (("en", 0), ("ru", 0), ("en", 4000)):
+            text = (texts / f"heldout_{language}.txt").read_text()[start : start + 1800]
+            tokens = engine.codec.encode_prompt(text)[:220]
+            session = Session(engine)
+            for count in range(20, len(tokens) + 1):
+                session.sync(tokens[:count])
+        engine.close()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--record"]:
+        record(sys.argv[2], Path(sys.argv[3]))
+    else:
+        main(sys.argv[1:])

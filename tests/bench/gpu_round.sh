@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# What is run on a GPU before a release, part by part; figures go to EXPERIMENTS.md.
+#
+#   tests/bench/gpu_round.sh PART...      tests qwen together deepseek, each below ten minutes on an H200
+#
+# PYTHON: the interpreter (python3).  OUT: where checkpoints of random bytes and results go (/tmp/nvmoe).
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+PYTHON=${PYTHON:-python3} OUT=${OUT:-/tmp/nvmoe}
+
+# bench NAME SETTINGS...: one run under an 8 GB cap; prints the table's last row and the rates
+bench() {
+  local name=$1; shift
+  echo "== $name: $*"
+  "$PYTHON" run.py 'stages=[bench]' hw=h200 hw.vram_gib=8 paths.outputs="$OUT" bench.plot=false "$@" 2>&1 |
+    grep -E '^[1-3] |^all|measured in|^prompt:|decoded together|^peak|^VRAM|[Ee]rror|refuses' || true
+}
+
+tests() {
+  "$PYTHON" -m pytest -q -p no:cacheprovider -n 4 tests/gpu
+  "$PYTHON" -m pytest -q -p no:cacheprovider -n 8 tests/unit/test_deepseek_{linear,prompt,token,attention,index,compress}.py
+}
+
+qwen() {
+  local model=(model=qwen_synthetic model.synthetic.experts=64)
+  bench "drive at 8.2 GiB/s, 2 GiB of cache" "${model[@]}" cache.vram_gib=0 cache.ram_gib=2 \
+    hw.drive.simulate_gib_s=8.2 hw.drive.direct=buffered
+  bench "everything in RAM" "${model[@]}" cache.vram_gib=0 prefetch.copy=4
+}
+
+together() {
+  local model=(model=qwen_synthetic model.synthetic.experts=64) count
+  for count in 1 2 4 8; do
+    bench "$count together" "${model[@]}" cache.vram_gib=0 cache.ram_gib=2 model.context_tokens=2048 \
+      hw.drive.simulate_gib_s=8.2 hw.drive.direct=buffered bench.repeats=2 serve.max_batch=$count
+  done
+}
+
+deepseek() {
+  local model=(model=deepseek_synthetic cache.vram_gib=0 prefetch.copy=0)
+  local simulated=(model.synthetic.experts=16 hw.drive.simulate_gib_s=8.2 hw.drive.direct=buffered)
+  bench "no cache, 311 tokens of prompt" "${model[@]}" "${simulated[@]}" cache.ram_gib=0 bench.prompt_length=311
+  bench "half of the experts found" "${model[@]}" "${simulated[@]}" cache.ram_gib=6.3
+  bench "this machine's drive" "${model[@]}" model.synthetic.layers=8 model.synthetic.experts=12 cache.ram_gib=0
+}
+
+[ $# -gt 0 ] || { sed -n '2,6p' "$0"; exit 2; }
+for part in "$@"; do
+  case $part in
+    tests | qwen | together | deepseek) "$part" ;;
+    *) echo "unknown part '$part': tests, qwen, together or deepseek" >&2; exit 2 ;;
+  esac
+done
