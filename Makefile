@@ -1,13 +1,20 @@
-# Two commands on a fresh machine: `make run` and `make test`. Everything goes into .venv; nothing else is touched.
+# Commands on a fresh machine: `make run`, `make tour`, `make test`. Everything goes into .venv; nothing else is touched.
 PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 ARGS ?=
 
-.PHONY: run test lint clean
+# every stage of the bundled model that ends by itself, with doctor's measurements short
+TOUR := 'stages=[download,repack,spot_check,residents,doctor,plan,verify,bench,chat]' \
+    doctor.each_s=0.2 doctor.sustained_s=5 'prompt=Tell me a short story about a fox.'
+
+.PHONY: run tour test lint clean
 
 run: $(VENV)/.run
 	@exec $(VENV)/bin/python run.py $(ARGS)
+
+tour: $(VENV)/.run
+	@$(VENV)/bin/python run.py $(TOUR) $(ARGS)
 
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -n auto $(ARGS)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = (
-    "synthetic", "download", "patch", "repack", "spot_check", "residents", "verify", "bench", "simulate", "chat",
-    "serve", "plan", "doctor",
+    "synthetic", "download", "patch", "repack", "checksums", "spot_check", "residents", "verify", "bench",
+    "simulate", "chat", "serve", "plan", "doctor",
     "memory_ingest", "memory_ask", "memory_chat", "memory_list", "memory_stats", "memory_quote", "memory_verify",
     "memory_migrate", "memory_prune",
     "advise", "advise_check", "advise_serve",
@@ -26,21 +26,21 @@ STAGES = (
 
 # stages that a family has no use for, or that know nothing of it yet
 NOT_FOR_FAMILY = {
+    "qwen": {
+        "checksums": "repack records them, in the pack",
+    },
     "deepseek": {
         "repack": "its experts are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",
-        "spot_check": "it compares a pack, and this family has none",
     },
     "qwen3_moe": {
         "repack": "its experts are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",
-        "spot_check": "it compares a pack, and this family has none",
         "verify": "no references of it are recorded yet",
     },
     "dense": {
         "repack": "its layers are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",
-        "spot_check": "it compares a pack, and this family has none",
         "verify": "no references of it are recorded yet",
         "synthetic": "random bytes of it are not made yet",
     },
@@ -101,6 +101,14 @@ class Kernels(Enum):
     auto = "auto"  # tilelang on a GPU where a version that is not refused is installed, else ours
     tilelang = "tilelang"  # the release's
     ours = "ours"  # this project's: Triton on a GPU, plain torch on a CPU
+
+
+class DraftSource(Enum):
+    """Who guesses the next tokens."""
+
+    auto = "auto"  # the checkpoint's draft heads where it has them, else look-up
+    heads = "heads"  # the checkpoint's draft heads
+    lookup = "lookup"  # what followed the conversation's last tokens when they stood there before; any model
 
 
 class Replay(Enum):
@@ -241,7 +249,8 @@ class CacheConfig:
     policy: CachePolicy = CachePolicy.lru  # who leaves the RAM tier
     # chat and serve: read in the background what was warm when the last one ended (outputs/warm)
     warm_start: bool = False
-    verify: bool = False  # compare each expert with its recorded checksum the first time it is read
+    # compare each expert (not the drafts') with its recorded checksum the first time it is read
+    verify: bool = False
 
 
 @dataclass
@@ -256,11 +265,19 @@ class PrefetchConfig:
 
 @dataclass
 class DraftsConfig:
-    """Greedy decoding with the model's own draft heads, for families that have them: the same tokens."""
+    """Decoding with guesses that a pass of the model checks, greedy and sampled: the same tokens."""
 
     enabled: bool = False
-    depth: int | None = None  # guesses per pass; null: as many as the heads give
-    ram_gib: float = 0.0  # of their experts kept in RAM; 0: only those of the layer in use
+    source: DraftSource = DraftSource.auto
+    depth: int | None = (
+        None  # guesses per pass at most; null: as many as the heads give, 4 of a look-up
+    )
+    gate: bool = (
+        True  # learn which depth is fastest, 0 (off) among them; false: always drafts.depth
+    )
+    # tokens of the conversation's ending that are looked for in it, the largest number first
+    ngrams: list[int] = field(default_factory=lambda: [4, 3, 2])
+    ram_gib: float = 0.0  # of the heads' experts kept in RAM; 0: only those of the layer in use
 
 
 @dataclass
@@ -420,7 +437,7 @@ class PathsConfig:
 
 @dataclass
 class SpotCheckConfig:
-    """How much of the expert pack is compared with the checkpoint."""
+    """How many experts are read as an engine reads them, and compared."""
 
     experts: str = "64"  # how many random experts, or `all`
     seed: int = 0
@@ -582,6 +599,8 @@ class RunConfig:
         default_factory=list
     )  # stages to run again; true also lets serve start on a red verify
     dry_run: bool = False  # only say what would run, and why
+    # false: start even where a drive seems too small, for filesystems that compress or grow
+    check_disk: bool = True
     record: bool = (
         False  # bench, chat and serve write every route to routes.bin in the run's folder
     )
@@ -598,6 +617,12 @@ class RunConfig:
         if isinstance(self.force, str):
             return [self.force]
         return list(self.force) if isinstance(self.force, list) else []
+
+    @property
+    def engine_stages(self) -> tuple[str, ...]:
+        """Stages that make what an engine opens; checksums where they are compared and no pack has its own."""
+        needs_checksums = self.cache.verify and "repack" not in self.model.setup
+        return (*self.model.setup, *(["checksums"] if needs_checksums else []))
 
     @property
     def is_forced(self) -> bool:
@@ -744,7 +769,14 @@ def load(cfg: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     assert isinstance(run, RunConfig)
-    checks = (_range_faults, _family_faults, _batch_faults, _memory_faults, _stage_faults)
+    checks = (
+        _range_faults,
+        _family_faults,
+        _drafts_faults,
+        _batch_faults,
+        _memory_faults,
+        _stage_faults,
+    )
     faults = [fault for check in checks for fault in check(run)]
     if faults:
         raise ConfigError("; ".join(faults))
@@ -824,6 +856,19 @@ def _memory_faults(run: RunConfig) -> Iterable[str]:
         and not memory.sentences
     ):
         yield "stages=[memory_prune] needs what goes: memory.keep=N, memory.before=2026-01-31 or memory.sentences=[1,2]"
+
+
+def _drafts_faults(run: RunConfig) -> Iterable[str]:
+    drafts = run.drafts
+    if not drafts.ngrams or not all(1 <= length <= 64 for length in drafts.ngrams):
+        yield f"drafts.ngrams are numbers of tokens, 1 to 64 each, at least one, got {drafts.ngrams}"
+    if not drafts.enabled:
+        return
+    if run.record:
+        yield "record=true writes what single tokens ask for: leave out drafts.enabled, or record"
+    plain = [name for name in run.stages if name.startswith("memory_") or name == "simulate"]
+    if plain:
+        yield f"stages=[{plain[0]}] knows no drafts: leave out drafts.enabled"
 
 
 def _batch_faults(run: RunConfig) -> Iterable[str]:

@@ -1,7 +1,8 @@
 """The compressed entry and the index key that one DeepSeek-V4.1 token completes, in one Triton launch.
 
-Definitions: `reference_deepseek.rms_norm`, `rotate`, `fp4_rounded`, as `runtime.models.deepseek.Compressor` joins them.
-Where an entry stands for two tokens, the first leaves its values and gates in fp32 and changes nothing else.
+Definitions: `reference_deepseek.rms_norm`, `rotate`, `fp4_rounded`, as `Compressor` in `runtime.models.deepseek_model`
+joins them. Where an entry stands for two tokens, the first leaves its values and gates in fp32 and changes nothing
+else.
 """
 
 from __future__ import annotations

@@ -126,6 +126,16 @@ def mxfp4_dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     return (values.view(-1, MX_GROUP) * steps).view(rows, groups * MX_GROUP)
 
 
+def fp8_tiles_dequantize(values: Tensor, scales: Tensor, tile: int) -> Tensor:
+    """Return E4M3 times the scale of its tile x tile block: values [N, K], scales [ceil(N/tile), ceil(K/tile)] fp32.
+
+    [N, K] fp32.
+    """
+    rows, columns = values.shape
+    steps = scales.repeat_interleave(tile, 0)[:rows].repeat_interleave(tile, 1)[:, :columns]
+    return values.float() * steps
+
+
 def fp8_blocks_dequantize(values: Tensor, scales: Tensor) -> Tensor:
     """Return E4M3 times the E8M0 scale of its 32 x 32 block: values [N, K], scales [ceil(N/32), K/32].  [N, K] fp32."""
     rows, columns = values.shape

@@ -197,15 +197,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor
     )
 
 
-def nvfp4_swiglu_expert(
-    x: Tensor, record: Tensor, global_scales: Tensor, intermediate: int
-) -> Tensor:
-    """Apply one NVFP4 expert: down(silu(gate x) * up x), weights dequantised on the way (W4A16, fp32 sums).
+def nvfp4_expert_matrices(record: Tensor, hidden: int, intermediate: int) -> tuple[Tensor, Tensor]:
+    """Dequantise one NVFP4 expert, but for its global scales: (gate and up [2 I, H], down [H, I]) fp32.
 
-    x: [T, H].  record: uint8, at least the payload: gate codes | up codes | down codes | gate, up, down scales.
-    global_scales: [3] fp32 (gate, up, down), applied once to the finished sums.  Returns [T, H] fp32.
+    record: uint8, at least the payload: gate codes | up codes | down codes | gate, up, down scales.
     """
-    hidden = x.shape[1]
     groups = 3 * hidden * intermediate // NVFP4_GROUP
     codes_nbytes = groups * NVFP4_GROUP // 2
     # the three matrices stand in one order in codes and scales alike: one pass decodes them all
@@ -214,13 +210,27 @@ def nvfp4_swiglu_expert(
         codes, record[codes_nbytes : codes_nbytes + groups].view(groups, 1)
     ).flatten()
     split = 2 * hidden * intermediate
-    gate_up, down = (
-        values[:split].view(2 * intermediate, hidden),
-        values[split:].view(hidden, intermediate),
-    )
+    return values[:split].view(2 * intermediate, hidden), values[split:].view(hidden, intermediate)
+
+
+def scaled_swiglu_expert(x: Tensor, gate_up: Tensor, down: Tensor, global_scales: Tensor) -> Tensor:
+    """Apply one expert to x [T, H]: matrices of `nvfp4_expert_matrices`, each sum scaled once.  Returns [T, H] fp32."""
+    intermediate = down.shape[1]
     both = F.linear(x.float(), gate_up)
     gate, up = both[:, :intermediate] * global_scales[0], both[:, intermediate:] * global_scales[1]
     return F.linear(F.silu(gate) * up, down) * global_scales[2]
+
+
+def nvfp4_swiglu_expert(
+    x: Tensor, record: Tensor, global_scales: Tensor, intermediate: int
+) -> Tensor:
+    """Apply one NVFP4 expert: down(silu(gate x) * up x), weights dequantised on the way (W4A16, fp32 sums).
+
+    x: [T, H].  record: as for `nvfp4_expert_matrices`.
+    global_scales: [3] fp32 (gate, up, down), applied once to the finished sums.  Returns [T, H] fp32.
+    """
+    gate_up, down = nvfp4_expert_matrices(record, x.shape[1], intermediate)
+    return scaled_swiglu_expert(x, gate_up, down, global_scales)
 
 
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

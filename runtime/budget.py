@@ -213,6 +213,16 @@ def ram_limit(
     return max(0, int((wanted_gib - reserve_gib) * GIB))
 
 
+def describe_ram_limit(
+    wanted_gib: float | None, available: tuple[int, str], reserve_gib: float
+) -> str:
+    """Return where `ram_limit` has its number from."""
+    source = f"{format_nbytes(available[0])}, {available[1]}"
+    if wanted_gib is not None:
+        source = f"hw.ram_gib={wanted_gib:g}"
+    return f"{source}, less hw.reserve_gib={reserve_gib:g}"
+
+
 def plan_memory(
     sizes: ModelSizes,
     limit_nbytes: int,

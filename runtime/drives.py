@@ -1,7 +1,6 @@
-"""What a folder lies on, and how fast it reads: filesystem, drive, link, direct reads; rates by window and pieces.
+"""How fast a folder's drive reads: direct reads, page cache, rates by window and pieces.
 
-Facts come from /proc and /sys; a machine or container that says little is no error. Rates are measured through the
-engine's own reader. Knows no model.
+Rates are measured through the engine's own reader. Knows no model.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import errno
 import itertools
 import os
 import random
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,113 +23,8 @@ from runtime.experts.reader import DirectReader
 from runtime.experts.schedule import ReadJob
 from runtime.units import GIB, PAGE_NBYTES, align_down, align_up
 
-NETWORK = (
-    "9p",
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "smbfs",
-    "afs",
-    "ceph",
-    "glusterfs",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "drvfs",
-    "virtiofs",
-)
-IN_MEMORY = ("tmpfs", "ramfs")
 SYS_CACHESTAT = 451
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """The filesystem that a path is on, and what is known of its drive; None where the machine does not say."""
-
-    point: str
-    kind: str
-    device: str  # as the kernel names it: `nvme0n1`, or the mount's source
-    is_rotational: bool | None = None
-    model: str | None = None
-    link: str | None = None  # of a PCIe drive: `32.0 GT/s PCIe x4`
-    link_most: str | None = None  # what drive and slot could do
-
-    @property
-    def interface(self) -> str | None:
-        """`nvme-gen4` and the like by the link's rate, `hdd` for spinning discs, None where that is not known."""
-        if self.device.startswith("nvme"):
-            rate = float((self.link or "0").split()[0])
-            return "nvme-gen5" if rate >= 32 else "nvme-gen4" if rate >= 16 else "nvme-gen3"
-        is_virtual = self.device.startswith(("vd", "xvd"))
-        return "hdd" if self.is_rotational and not is_virtual else None
-
-    @property
-    def is_network(self) -> bool:
-        """Whether reads cross a network or another system's file server (WSL's Windows drives among them)."""
-        return self.kind in NETWORK or self.kind.startswith("fuse")
-
-
-def find_mount(
-    path: Path,
-    mounts: Path = Path("/proc/self/mountinfo"),
-    sys_block: Path = Path("/sys/dev/block"),
-) -> Mount:
-    """Return what `path`, or its nearest folder that exists, lies on."""
-    existing = next(p for p in (path, *path.parents) if p.exists()).resolve()
-    best: tuple[int, list[str]] | None = None
-    for text in mounts.read_text().splitlines():
-        fields = text.split()
-        point = re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), fields[4])
-        if existing.is_relative_to(point) and (best is None or len(point) >= best[0]):
-            best = (len(point), [fields[2], point, *fields[fields.index("-") + 1 :]])
-    if best is None:
-        return Mount(str(existing), "unknown", "unknown")
-    number, point, kind, source = best[1][:4]
-    device = _device_folder(sys_block / number)
-    if device is None:
-        return Mount(point, kind, source)
-    return Mount(
-        point,
-        kind,
-        device.name,
-        {"1": True, "0": False}.get(_read(device / "queue/rotational") or ""),
-        (_read(device / "device/model") or "").strip() or None,
-        *_links(device),
-    )
-
-
-def _device_folder(folder: Path) -> Path | None:
-    """Return the whole drive's folder in sysfs: of a partition its parent, below mappers the first real drive."""
-    if not folder.exists():
-        return None
-    device = folder.resolve()
-    if (device / "partition").exists():
-        device = device.parent
-    while (device / "slaves").is_dir() and (slaves := sorted((device / "slaves").iterdir())):
-        device = slaves[0].resolve()
-        if (device / "partition").exists():
-            device = device.parent
-    return device
-
-
-def _links(device: Path) -> tuple[str | None, str | None]:
-    """Return the PCIe link of an NVMe drive as it is, and as it could be."""
-    for folder in (device / "device/device", device / "device"):
-        if (folder / "current_link_speed").exists():
-            found = []
-            for kind in ("current", "max"):
-                speed, width = (_read(folder / f"{kind}_link_{what}") for what in ("speed", "width"))  # fmt: skip
-                found.append(f"{speed} x{width}" if speed and width else None)
-            return found[0], found[1]
-    return None, None
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
+RAMP_S = 0.2  # not counted: a drive behind a rate limit gives more for a moment
 
 
 def allows_direct_reads(path: Path) -> bool:
@@ -208,8 +101,12 @@ def random_records(files: Sequence[Path], record_nbytes: int, seed: int = 0) -> 
 def measure_rate(
     files: Sequence[Path], record_nbytes: int, config: DriveConfig, duration_s: float
 ) -> DriveRate:
-    """Read random records for `duration_s` with `config.window` in flight, each in `config.pieces`; no record twice in
-    a row. Raises what the reader raises.
+    """Read random records for about `duration_s` with `config.window` in flight, each in `config.pieces`; no record
+    twice in a row. Raises what the reader raises.
+
+    The clock starts when a ramp is over and at least one round is back. It runs from one arrival to another, whole
+    rounds of `window` apart: what is half read when it starts stands for what is half read when it stops, and records
+    that arrive in bunches are counted by the bunch.
     """
     spans = random_records(files, record_nbytes)
     if not spans:
@@ -220,30 +117,41 @@ def measure_rate(
     reader = DirectReader(files, config)
     done: SimpleQueue[ReadJob] = SimpleQueue()
     each: list[float] = []
-    nbytes = in_second = 0
 
     def submit(number: int, row: int) -> None:
         span = spans[number % len(spans)]
         reader.submit(row, [span], arena.view(row), on_done=done.put)
 
-    try:
-        started = second = time.perf_counter()
-        for number in range(ahead):
-            submit(number, number)
-        for number in itertools.count(ahead):
+    def next_round(number: int) -> float:
+        """Take `window` arrivals, ask for as many anew, from `number` on; return when the last one came."""
+        for offset in range(config.window):
             job = done.get()
             if job.error is not None:
                 raise job.error
-            nbytes += arena.row_nbytes
-            in_second += arena.row_nbytes
-            now = time.perf_counter()
+            assert isinstance(job.key, int)
+            submit(number + offset, job.key)
+        return time.perf_counter()
+
+    round_nbytes = config.window * arena.row_nbytes
+    nbytes = in_second = 0
+    try:
+        for number in range(ahead):
+            submit(number, number)
+        opened = time.perf_counter()
+        started = second = 0.0
+        for number in itertools.count(ahead, config.window):
+            now = next_round(number)
+            if not started:
+                if now - opened >= min(RAMP_S, duration_s / 4):
+                    started = second = now
+                continue
+            nbytes += round_nbytes
+            in_second += round_nbytes
             if now - second >= 1:
                 each.append(in_second / (now - second) / GIB)
                 second, in_second = now, 0
             if now - started >= duration_s:
                 break
-            assert isinstance(job.key, int)
-            submit(number, job.key)
         rate = nbytes / (now - started) / GIB
     finally:
         reader.close()

@@ -7,10 +7,10 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -21,12 +21,15 @@ from runtime.budget import (
     MemoryPlan,
     ModelSizes,
     VramPlan,
+    describe_ram_limit,
     format_plans,
     plan_memory,
     plan_vram,
     ram_limit,
     vram_limit,
 )
+from runtime.drafts.opening import open_drafting
+from runtime.drafts.passes import Drafting
 from runtime.errors import ContextLengthError, UserError
 from runtime.experts.checks import Checksums
 from runtime.experts.copies import CudaCopier
@@ -87,29 +90,6 @@ class Model(Protocol):
     def close(self) -> None: ...
 
 
-class GreedyPass(Protocol):
-    """Several tokens that one pass of a model has taken in."""
-
-    tokens: list[int]
-    logits: Tensor  # [len(tokens), vocab] fp32, after each of them
-
-    def keep(self, count: int) -> None:
-        """Leave the state as if only the first `count` tokens, 1 or more, had been fed; before the next pass."""
-
-
-@runtime_checkable
-class Drafting(Protocol):
-    """What a model with draft heads can do besides."""
-
-    proposed: int  # guesses so far
-    accepted: int  # that greedy decoding drew as well
-    passes: int
-
-    def greedy_pass(
-        self, token: int, state: Any, limit: int, stops: Collection[int], num_tokens: int
-    ) -> GreedyPass: ...
-
-
 @dataclass(frozen=True, slots=True)
 class EngineFiles:
     """What the set-up stages made."""
@@ -118,6 +98,7 @@ class EngineFiles:
     pack: Path | None = None  # of families whose experts are packed
     residents: Path | None = None  # of families whose other weights are written anew
     published: Path | None = None  # a release's own code, patched
+    checksums: Path | None = None  # of experts that lie inside released files; a pack has its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +156,9 @@ class Engine:
         """
         self.config = config
         self.model = model
-        self.drafting = model if isinstance(model, Drafting) else None
+        self.drafting: Drafting | None = None
+        if config.drafts.enabled:
+            self.drafting = open_drafting(config.drafts, model, self._read_nbytes)
         self.codec = codec
         self.plan, self.vram_plan = plan, vram_plan
         self.context_tokens = config.model.context_tokens
@@ -185,6 +168,7 @@ class Engine:
         self.num_tokens = codec.vocab_size
         self.num_layers = layout.num_layers
         self.device, self.is_direct = device, is_direct  # experts are read around the page cache
+        self.drive_gib_s: float | None = None  # as it was last measured
         self._layout = layout
         self._cpus = cpus
         self._experts, self._top_k = experts, top_k
@@ -234,12 +218,11 @@ class Engine:
         layout = family.expert_layout(spec, files)
         sizes = family.model_sizes(spec, files, layout, config, dtype)
         sizes = sizes.for_conversations(config.serve.max_batch)
-        limit = ram_limit(
-            config.hw.ram_gib,
-            hardware.total_ram_nbytes(),
-            hardware.available_ram_nbytes(),
-            config.hw.reserve_gib,
-        )
+        wanted, reserve = config.hw.ram_gib, config.hw.reserve_gib
+        total, available = hardware.total_ram_nbytes(), hardware.available_ram_nbytes()
+        limit = ram_limit(wanted, total, available, reserve)
+        limited_by = describe_ram_limit(wanted, available, reserve)
+        log.info("RAM that may be used: %s (%s)", format_nbytes(limit), limited_by)
         has_gpu = device.type == "cuda"
         plan = plan_memory(
             sizes,
@@ -252,7 +235,7 @@ class Engine:
         for warning in plan.warnings:
             log.warning("%s", warning)
         vram_plan = _plan_vram(config, sizes, device, family.READS_IN_PLACE) if has_gpu else None
-        checksums = Checksums.open(layout) if config.cache.verify else None
+        checksums = Checksums.open(layout, files.checksums) if config.cache.verify else None
         reader = DirectReader(layout.files, config.hw.drive)
         experts: ExpertStreamer | SlotExperts | ResidentExperts
         if is_resident:
@@ -269,10 +252,17 @@ class Engine:
                 ahead_rows,
                 checksums,
                 make_cache=CACHES[config.cache.policy],
+                least_rows=sizes.top_k + ahead_rows,
             )
         try:
             if vram_plan is not None:
                 experts.pin()
+                if isinstance(experts, ExpertStreamer):  # it may have found less room than planned
+                    plan = replace(
+                        plan,
+                        cache_rows=experts.cache.num_rows,
+                        sweep_rows=experts.max_hold,
+                    )
                 copier = CudaCopier(vram_plan.slots, experts.record_nbytes, device)
                 copies = config.prefetch.copy
                 experts = SlotExperts(
@@ -392,6 +382,10 @@ class Engine:
             self.model.device_wait_ns,
         )
 
+    def _read_nbytes(self) -> int:
+        """Return the running total of what was read from the drive."""
+        return self.model.experts.counters.read_nbytes + self.model.rows.read_nbytes
+
     def token_stats(
         self, position: int, num_tokens: int, started: float, before: Counters
     ) -> TokenStats:
@@ -411,12 +405,24 @@ class Engine:
 
     def measure_rates(self, drive_s: float = 0.3) -> Rates:
         """Measure the drive, on this model's own expert file for `drive_s` seconds, memory and PCIe now."""
-        # the threads that read may not be held to the decoding thread's core
+        drive = self.measure_drive(drive_s)
         with cores.pinned(self._cpus or os.sched_getaffinity(0)):
-            drive = hardware.measure_drive_gib_s(self._layout, self.config.hw.drive, drive_s)
             if self.vram_plan is None:
                 return Rates(drive, hardware.measure_memory_gib_s())
             return Rates(drive, hardware.measure_vram_gib_s(), hardware.measure_pcie_gib_s())
+
+    def measure_drive(self, duration_s: float) -> float:
+        """Measure how many GiB/s of whole experts the drive gives now."""
+        # the threads that read may not be held to the decoding thread's core
+        with cores.pinned(self._cpus or os.sched_getaffinity(0)):
+            rate = hardware.measure_drive_gib_s(self._layout, self.config.hw.drive, duration_s)
+        self.drive_gib_s = rate
+        return rate
+
+    @property
+    def routed_nbytes(self) -> int:
+        """Bytes of all the experts that one token goes through."""
+        return self.num_layers * self._top_k * self._layout.record_nbytes
 
     @property
     def dense_nbytes(self) -> int:

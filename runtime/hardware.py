@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from conf.schema import ComputeDtype, DriveConfig
+from runtime import cgroups
 from runtime.errors import UserError
 from runtime.experts.arena import HostArena
 from runtime.experts.drive import FileSet
@@ -21,91 +22,41 @@ from runtime.experts.layout import ExpertKey, ExpertLayout
 from runtime.units import GIB
 
 DRIVE_DEPTH = 8  # whole experts in flight when the drive is measured
-CGROUP_V2 = Path("/sys/fs/cgroup")
-CGROUP_V1_LIMIT = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def total_ram_nbytes() -> tuple[int, str]:
-    """Return the RAM that this process may use at most, and where the number comes from."""
-    total = _meminfo("MemTotal")
-    limits = [(limit, f"cgroup limit {path}") for path, limit in _cgroup_limits() if limit < total]
-    return min(limits) if limits else (total, "MemTotal of /proc/meminfo")
+def total_ram_nbytes(root: Path = cgroups.ROOT) -> tuple[int, str]:
+    """Return the RAM that this process may use at most, and where the number comes from.
+
+    root: of another system, in tests.
+    """
+    total = _meminfo("MemTotal", root)
+    found = [(limit.nbytes, f"cgroup limit {limit.file}") for limit in cgroups.memory_limits(root)]
+    return min([(total, "MemTotal of /proc/meminfo"), *found], key=lambda pair: pair[0])
 
 
-def available_ram_nbytes() -> tuple[int, str]:
+def available_ram_nbytes(root: Path = cgroups.ROOT) -> tuple[int, str]:
     """Return the RAM that is free for this process now, and where the number comes from.
 
     The page cache counts as free: the kernel gives it up for us.
     """
-    found = [(_meminfo("MemAvailable"), "MemAvailable of /proc/meminfo")]
-    for path, limit in _cgroup_limits():
-        used = _read_int(
-            path.with_name(path.name.replace("max", "current").replace("limit", "usage"))
-        )
-        used = max(0, (used or 0) - _inactive_file(path.with_name("memory.stat")))
-        found.append((max(0, limit - used), f"cgroup limit {path} less what is used"))
-    return min(found)
+    found = [(_meminfo("MemAvailable", root), "MemAvailable of /proc/meminfo")]
+    found += [
+        (max(0, limit.nbytes - limit.used_nbytes), f"cgroup limit {limit.file} less what is used")
+        for limit in cgroups.memory_limits(root)
+    ]
+    return min(found, key=lambda pair: pair[0])
 
 
-def _meminfo(key: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+def _meminfo(key: str, root: Path = cgroups.ROOT) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
     raise UserError(f"/proc/meminfo has no {key}", "NVMoE needs Linux")
 
 
-def _cgroup_limits() -> list[tuple[Path, int]]:
-    """Return the memory limit files that apply to this process, innermost first, with their values."""
-    candidates = [CGROUP_V1_LIMIT]
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        if line.startswith("0::"):
-            group = CGROUP_V2 / line[3:].lstrip("/")
-            candidates = [
-                p / "memory.max" for p in (group, *group.parents) if p.is_relative_to(CGROUP_V2)
-            ] + candidates
-    return [(path, value) for path in candidates if (value := _read_int(path)) is not None]
-
-
-def _inactive_file(path: Path) -> int:
-    """Return the page cache of a cgroup that the kernel gives up first (v1 says it with its children's)."""
-    try:
-        pairs = dict(line.split() for line in path.read_text().splitlines())
-    except (OSError, ValueError):
-        return 0
-    return int(pairs.get("total_inactive_file", pairs.get("inactive_file", 0)))
-
-
-def _read_int(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None  # no such cgroup here: no limit
-    return int(text) if text.isdecimal() else None
-
-
 def swap_used_nbytes() -> int:
     """Return how much memory is swapped out, of all programs."""
     return _meminfo("SwapTotal") - _meminfo("SwapFree")
-
-
-def cpu_quota() -> float | None:
-    """Return how many CPUs' worth of time the cgroups allow (v2, the tightest); None for no limit."""
-    groups = [
-        CGROUP_V2 / line[3:].lstrip("/")
-        for line in Path("/proc/self/cgroup").read_text().splitlines()
-        if line.startswith("0::")
-    ]
-    folders = [f for g in groups for f in (g, *g.parents) if f.is_relative_to(CGROUP_V2)]
-    found = (_quota(folder / "cpu.max") for folder in folders)
-    return min((quota for quota in found if quota is not None), default=None)
-
-
-def _quota(path: Path) -> float | None:
-    try:
-        allowed, period = path.read_text().split()
-        return int(allowed) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):  # no such file, or `max`
-        return None
 
 
 def num_cores() -> int:
@@ -116,9 +67,12 @@ def num_cores() -> int:
 def compute_threads(wanted: int) -> int:
     """Return the number of threads for CPU arithmetic; 0 asks for all cores but one, at most 8.
 
-    One core is left to the reader threads: on two cores the tiny model decodes faster with one thread than two.
+    One core is left to the reader threads: on two cores the tiny model decodes faster with one thread than two. Where a
+    cgroup allows less time than the cores have, more threads would only be stopped in turns.
     """
-    return wanted or max(1, min(8, num_cores() - 1))
+    quota = cgroups.cpu_quota()
+    usable = num_cores() if quota is None else min(num_cores(), math.ceil(quota))
+    return wanted or max(1, min(8, usable - 1))
 
 
 def is_device_fault(error: BaseException) -> bool:

@@ -33,11 +33,6 @@ class SamplingParams:
         penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty)
         return penalties != (0, 0, 1)
 
-    @property
-    def is_argmax(self) -> bool:
-        """Whether each token is the one of the largest logit, whatever was said before."""
-        return self.temperature == 0 and not self.has_penalties
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

@@ -14,7 +14,8 @@ from enum import Enum
 from torch import Tensor
 
 from runtime.answers import Content, Event, Parser, PlainParser
-from runtime.engine import Engine, GreedyPass
+from runtime.drafts.passes import Pass
+from runtime.engine import Engine
 from runtime.experts.shared import pause
 from runtime.sampling import Sampler, SamplingParams, TokenLogprob
 from runtime.snapshot import Snapshot, SnapshotStore
@@ -54,14 +55,18 @@ class Piece:
 
 
 class _Rows:
-    """Logits of one pass, to be drawn from in order."""
+    """Logits of one pass, to be given out in order, and the tokens drawn from them."""
 
     def __init__(
-        self, logits: Tensor, tokens: Sequence[int] = (), found: GreedyPass | None = None
+        self,
+        logits: Tensor,
+        tokens: Sequence[int] = (),
+        drawn: Sequence[int] | None = None,
+        found: Pass | None = None,
     ) -> None:
-        """logits: [n, vocab] fp32.  tokens: that were fed, logits[i] is after tokens[i]."""
+        """logits: [n, vocab] fp32.  tokens: that were fed, logits[i] is after tokens[i].  drawn: None: not yet."""
         self._logits, self._at = logits, 0
-        self.tokens, self.found = tokens, found
+        self.tokens, self._drawn, self.found = tokens, drawn, found
 
     @property
     def num_left(self) -> int:
@@ -73,13 +78,14 @@ class _Rows:
 
     @property
     def last(self) -> Tensor:
-        """The row drawn from last: [1, vocab]."""
+        """The row given out last: [1, vocab]."""
         return self._logits[self._at - 1 : self._at]
 
-    def next(self) -> Tensor:
-        """Return the next row: [1, vocab]."""
+    def next(self, sampler: Sampler) -> tuple[Tensor, int]:
+        """Return the next row, [1, vocab], and the token drawn from it."""
         self._at += 1
-        return self.last
+        token = sampler(self.last) if self._drawn is None else self._drawn[self._at - 1]
+        return self.last, token
 
 
 @dataclass(slots=True)
@@ -206,8 +212,7 @@ class Session:
         rows, stats = _Rows(logits), None
         try:
             for count in range(1, limit + 1):
-                row = rows.next()
-                token = sampler(row)
+                row, token = rows.next(sampler)
                 logprob = sampler.logprob(row, token)
                 is_end = token in self.engine.codec.stop_ids
                 events = [] if is_end else stream.push(token)
@@ -223,31 +228,33 @@ class Session:
                     raise Cancelled
                 stats = None
                 if rows.is_empty:
+                    rows.found = (
+                        None  # nothing of it is taken back any more: the states of its rows can go
+                    )
                     started, before = time.perf_counter(), self.engine.counters()
-                    rows = self._pass(token, limit - count, params)
+                    rows = self._pass(token, limit - count, sampler)
                     fed = len(rows.tokens)
                     stats = self.engine.token_stats(len(self.tokens), fed, started, before)
         finally:
             self._take_back(rows)
             self.snapshot()
 
-    def _pass(self, token: int, limit: int, params: SamplingParams) -> _Rows:
-        """Feed the token drawn last: with drafts and greedily also those that will be drawn, at most `limit` in all."""
-        drafting = self.engine.drafting
-        if drafting is None or not params.is_argmax:
+    def _pass(self, token: int, limit: int, sampler: Sampler) -> _Rows:
+        """Feed the token drawn last; with drafts also guesses, and draw as long as they are right, at most `limit`."""
+        engine = self.engine
+        if engine.drafting is None:
             self._logits = self._advance([token])
             return _Rows(self._logits, [token])
-        engine = self.engine
         try:
-            found = drafting.greedy_pass(
-                token, self._state, limit, engine.codec.stop_ids, engine.num_tokens
+            found = engine.drafting.run(
+                self.tokens, token, self._state, limit, sampler, engine.codec.stop_ids
             )
         except BaseException:
             self.reset()
             raise
         self.tokens += found.tokens
         self._logits = found.logits[-1:]
-        return _Rows(found.logits, found.tokens, found)
+        return _Rows(found.logits, found.tokens, found.drawn, found)
 
     def _take_back(self, rows: _Rows) -> None:
         """Leave the timeline as it would be without drafts: an answer may end in the middle of a pass."""

@@ -293,6 +293,7 @@ class _NoMemory:
     """An arena whose records are the word `ram`."""
 
     def __init__(self, num_rows: int, row_nbytes: int) -> None:
+        self.num_rows = num_rows
         self.row_nbytes, self.nbytes = row_nbytes, num_rows * row_nbytes
         self.records: list[Any] = ["ram"] * num_rows
 
@@ -300,8 +301,9 @@ class _NoMemory:
         del row
         return memoryview(b"")
 
-    def pin(self) -> None:
+    def pin_rows(self) -> int:
         """There is nothing to pin."""
+        return self.num_rows
 
     def close(self) -> None:
         """There is nothing to free."""

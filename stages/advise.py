@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import shutil
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import RunConfig, Source
+from runtime import cgroups
 from runtime.advisor import kb as knowledge
 from runtime.advisor.advice import advise, reports, to_json
 from runtime.advisor.facts import Machine, machine_of, situation_of, with_known
@@ -24,9 +26,11 @@ from runtime.advisor.question_hardware import hear_hardware, heard_of, machine_h
 from runtime.advisor.render import format_advice, to_markdown
 from runtime.errors import UsageError
 from runtime.units import GIB
-from stages.core import Stage, StageContext
+from stages.core import Runner, Stage, StageContext
 from stages.doctor_record import read_record
 from stages.files import write_atomically
+
+log = logging.getLogger("stages")
 
 JSON_NAME, TEXT_NAME, PLOT_NAME = "advice.json", "advice.md", "advice.png"
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +49,7 @@ def run(ctx: StageContext) -> None:
             "advise.model= names another",
             file=sys.stderr,
         )
-    machine = wanted_machine(kb, cfg, ctx.runner.root.parent)
+    machine = wanted_machine(kb, cfg, ctx.runner)
     if hardware is not None:
         machine = machine_heard(kb, hardware, machine, is_named=is_machine_named(kb, cfg))
     here = Here(platform.node(), _total_ram(), model)
@@ -141,7 +145,7 @@ def wanted_model(
     return match.document, variant
 
 
-def wanted_machine(kb: KnowledgeBase, cfg: RunConfig, artifacts: Path) -> Machine | None:
+def wanted_machine(kb: KnowledgeBase, cfg: RunConfig, runner: Runner) -> Machine | None:
     """Return the machine: advise.system, else the one of hw=, else this one as far as files tell."""
     hw = cfg.hw
     if cfg.advise.system is not None:
@@ -153,13 +157,15 @@ def wanted_machine(kb: KnowledgeBase, cfg: RunConfig, artifacts: Path) -> Machin
     }
     if any(d.get("hw") == hw.name for d in kb.all("system")):
         return machine_of(kb, hw.name, **told)
-    measured = read_record(artifacts)
-    drive = {"id": "drive-here", "interface": measured.get("interface")}
+    record = read_record(runner)
+    for note in record.notes:
+        log.warning("advise: %s", note)
+    drive = {"id": "drive-here", "interface": record.interface}
     found = Machine(
         f"this machine (hw={hw.name})",
         ram_bytes=_total_ram(),
         cpu=_this_cpu(),
-        drives=({k: v for k, v in drive.items() if v},) if measured.get("drive_gib_s") else (),
+        drives=({k: v for k, v in drive.items() if v},) if record.rates.get("drive_gib_s") else (),
     )
     is_as_it_is = all(value is None for value in told.values())
     for field, key in (
@@ -167,10 +173,10 @@ def wanted_machine(kb: KnowledgeBase, cfg: RunConfig, artifacts: Path) -> Machin
         ("pcie_bw", "pcie_gib_s"),
         ("ram_bw", "ram_gib_s"),
     ):
-        if told.get(field) is None and measured.get(key):
-            told[field] = float(measured[key]) * GIB
-    told["disk_free"] = float(_free(artifacts)) if found.drives else None
-    about = {"when": measured["when"], "unsteady": list(measured["unsteady"])} if measured else None
+        if told.get(field) is None and record.rates.get(key):
+            told[field] = record.rates[key] * GIB
+    told["disk_free"] = float(_free(runner.root)) if found.drives else None
+    about = {"when": record.when, "unsteady": list(record.unsteady)} if record.rates else None
     return replace(with_known(found, told), is_here=is_as_it_is, measured=about)
 
 
@@ -180,10 +186,10 @@ def _free(folder: Path) -> int:
 
 
 def _total_ram() -> float | None:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal:"):
-            return float(line.split()[1]) * 1024
-    return None
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    here = [1024 * float(line.split()[1]) for line in lines if line.startswith("MemTotal:")]
+    limits = [float(limit.nbytes) for limit in cgroups.memory_limits()]
+    return min([*here, *limits], default=None)
 
 
 def _this_cpu() -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from conf.schema import BenchConfig, RunConfig
 from runtime import hardware
+from runtime.drafts.passes import Drafting
 from runtime.energy import GpuEnergy
 from runtime.engine import Counters, Engine
 from runtime.errors import UserError
@@ -72,20 +73,27 @@ def measure(engine: Engine, config: BenchConfig) -> Bench:
     rates = engine.measure_rates(DRIVE_SECONDS)
     prompt = random_prompt(engine.codec, config.prompt_length, config.seed)
     num_steps = config.warmup_tokens + config.tokens
-    repeats = []
+    repeats: list[Repeat] = []
+    plain: list[Repeat] = []  # without drafts, where the others have some
+    is_drafting = engine.drafting is not None
     energy = GpuEnergy.open()
-    with Progress("bench: tokens", config.repeats * num_steps) as bar:
-        for _ in range(config.repeats):
-            if config.is_cold:
-                engine.forget_experts()
-            if engine.shared is None:
-                repeats.append(_repeat(engine, config, prompt, rates, bar, energy))
-            else:
+    with Progress("bench: tokens", (1 + is_drafting) * config.repeats * num_steps) as bar:
+        for number in range(config.repeats):
+            if engine.shared is not None:
                 repeats.append(_repeat_together(engine, config, rates, bar))
+                continue
+            # in turn, and each first as often: what else the machine does, and who warms what, meets both alike
+            variants = [True, False] if is_drafting else [False]
+            for has_drafts in variants if number % 2 else variants[::-1]:
+                done = _repeat(engine, config, prompt, rates, bar, energy, has_drafts)
+                (repeats if has_drafts == is_drafting else plain).append(done)
     joules = [repeat.joules for repeat in repeats if repeat.joules is not None]
     num_tokens = sum(token.num_tokens for repeat in repeats for token in repeat.tokens)
     total = _summary(engine, None, [token for r in repeats for token in r.tokens], rates)
-    drafting = engine.drafting
+    drafted = None
+    if engine.drafting is not None:
+        tokens = [token for repeat in plain for token in repeat.tokens]
+        drafted = Drafted(engine.drafting.report(), plain, _summary(engine, None, tokens, rates))
     return Bench(
         rates,
         engine.format_plan(),
@@ -94,7 +102,7 @@ def measure(engine: Engine, config: BenchConfig) -> Bench:
         torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
         hardware.peak_rss_nbytes(),
         hardware.peak_vram_nbytes(),
-        None if drafting is None else Drafted(drafting.proposed, drafting.accepted),
+        drafted,
         sum(joules) / num_tokens if joules else None,
         engine.config.serve.max_batch,
     )
@@ -118,9 +126,12 @@ def _repeat(
     rates: Rates,
     bar: Progress,
     energy: GpuEnergy | None,
+    is_drafting: bool,
 ) -> Repeat:
     """Read the prompt into an empty state, then decode; a stop token is a token like any other."""
-    steps = _Steps(engine)
+    if config.is_cold:
+        engine.forget_experts()
+    steps = _Steps(engine, engine.drafting if is_drafting else None)
     token, prefill = steps.take(prompt)
     token_ids = [token]
     stats: list[TokenStats] = []
@@ -145,6 +156,8 @@ def _repeat(
 
 def _repeat_together(engine: Engine, config: BenchConfig, rates: Rates, bar: Progress) -> Repeat:
     """As `_repeat`, for serve.max_batch conversations of different prompts."""
+    if config.is_cold:
+        engine.forget_experts()
     count = engine.config.serve.max_batch
     prompts = [
         random_prompt(engine.codec, config.prompt_length, config.seed + number)
@@ -159,10 +172,10 @@ def _repeat_together(engine: Engine, config: BenchConfig, rates: Rates, bar: Pro
 class _Steps:
     """One token timeline; each step's time ends when the next token is known to the host."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, drafting: Drafting | None) -> None:
+        self._engine, self._drafting = engine, drafting
         self._state: Any = engine.new_state()
-        self._position = 0
+        self._tokens: list[int] = []  # that were fed
         self._greedy = Sampler(SamplingParams(temperature=0.0), engine.num_tokens)
 
     def take(self, tokens: Sequence[int]) -> tuple[int, TokenStats]:
@@ -177,27 +190,26 @@ class _Steps:
                 logits = engine.model.prefill(piece, self._state)
         computed = time.perf_counter()
         following = self._greedy(logits)
-        return following, self._cost(len(tokens), started, computed, before, logits)
+        return following, self._cost(tokens, started, computed, before, logits)
 
     def go_on(self, token: int, wanted: int) -> tuple[list[int], TokenStats]:
         """Feed a token; return what follows it, at most `wanted` tokens where drafts give several, and its cost."""
         engine = self._engine
-        if engine.drafting is None:
+        if self._drafting is None:
             following, cost = self.take([token])
             return [following], cost
         before, started = engine.counters(), time.perf_counter()
-        found = engine.drafting.greedy_pass(token, self._state, wanted, (), engine.num_tokens)
+        found = self._drafting.run(self._tokens, token, self._state, wanted, self._greedy)
         computed = time.perf_counter()
-        drawn = [self._greedy(row.unsqueeze(0)) for row in found.logits]
-        return drawn, self._cost(len(drawn), started, computed, before, found.logits)
+        return found.drawn, self._cost(found.tokens, started, computed, before, found.logits)
 
     def _cost(
-        self, num_tokens: int, started: float, computed: float, before: Counters, logits: Tensor
+        self, fed: Sequence[int], started: float, computed: float, before: Counters, logits: Tensor
     ) -> TokenStats:
         # a GPU is still at the last layers when the host has nothing left to do
         wait_ms = (time.perf_counter() - computed) * 1e3 if logits.is_cuda else 0.0
-        self._position += num_tokens
-        stats = self._engine.token_stats(self._position, num_tokens, started, before)
+        self._tokens += fed
+        stats = self._engine.token_stats(len(self._tokens), len(fed), started, before)
         return replace(stats, device_wait_ms=stats.device_wait_ms + wait_ms)
 
 

@@ -60,10 +60,11 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What became of the draft heads' guesses, warm-up included."""
+    """What became of the guesses, warm-up included, and what the same repeats took without them."""
 
-    proposed: int
-    accepted: int
+    report: Mapping[str, Any]  # of runtime.drafts
+    plain: Sequence[Repeat]  # without drafts, in turn with the others
+    total: RunSummary  # over the counted tokens of those
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +84,10 @@ class Bench:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether every repeat decoded the same tokens, as it must."""
-        return all(
-            list(repeat.token_ids) == list(self.repeats[0].token_ids) for repeat in self.repeats
-        )
+        """Whether every repeat decoded the same tokens, with and without drafts, as it must."""
+        plain = [] if self.drafted is None else self.drafted.plain
+        first = list(self.repeats[0].token_ids)
+        return all(list(repeat.token_ids) == first for repeat in [*self.repeats, *plain])
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
@@ -144,13 +145,38 @@ def _reading(prompts: Sequence[TokenStats]) -> str:
     return f"{ms / 1e3:.3f} s ({rate:.1f} tok/s), {format_nbytes(nbytes)} read"
 
 
-def format_drafts(drafted: Drafted, total: RunSummary) -> str:
-    """Return the line about draft heads; the table's tok/s and bytes include what the drafts cost."""
-    share = drafted.accepted / drafted.proposed if drafted.proposed else 0.0
-    return (
-        f"drafts: {total.tokens_per_pass:.2f} tokens per pass of the model, "
-        f"{drafted.accepted} of {drafted.proposed} guesses accepted ({share:.0%}); their time and bytes are counted in"
-    )
+def format_drafts(drafted: Drafted, repeats: Sequence[Repeat], total: RunSummary) -> list[str]:
+    """Return the lines about drafts; the table's tok/s and bytes include what the drafts cost."""
+    r = drafted.report
+    share = r["accepted"] / r["proposed"] if r["proposed"] else 0.0
+    lines = [
+        f"drafts ({r['source']}): {total.tokens_per_pass:.2f} tokens per pass of the model, {r['accepted']} of "
+        f"{r['proposed']} guesses accepted ({share:.0%}); their time and bytes are counted in",
+        f"in turn, with drafts {_speed(repeats, total)}; without {_speed(drafted.plain, drafted.total)}",
+    ]
+    if r["gate"] is not None:
+        lines.append(format_gate(r["gate"]))
+    return lines
+
+
+def _speed(repeats: Sequence[Repeat], total: RunSummary) -> str:
+    median, _, _ = spread([repeat.summary.decode_tok_s for repeat in repeats])
+    return f"{median:.2f} tok/s and {format_nbytes(total.read_nbytes_per_token)} read per token"
+
+
+def format_gate(gate: Mapping[str, Any]) -> str:
+    """Return the line about the gate: what it prefers, and what it has learnt of each depth."""
+    choice = f"{gate['depth']} guesses a pass are fastest"
+    if gate["is_learning"]:
+        choice = "still learning"
+    elif gate["is_off"]:
+        choice = "drafts lose here and are off"
+    parts = [
+        f"{d['guesses']}: {d['ms_per_pass']:.1f} ms, {d['mib_per_pass']:.2f} MiB, {d['tokens_per_pass']:.2f} tokens"
+        for d in gate["depths"]
+        if d["passes"]
+    ]
+    return f"gate: {choice}; a pass with guesses " + "; ".join(parts)
 
 
 def format_together(bench: Bench) -> str:
@@ -174,7 +200,9 @@ def format_report(bench: Bench) -> str:
         peaks += f", VRAM {format_nbytes(bench.peak_vram_nbytes)}"
     if bench.joules_per_token is not None:
         peaks += f"; {bench.joules_per_token:.2f} J a token, of the GPU's board alone"
-    drafts = [] if bench.drafted is None else [format_drafts(bench.drafted, bench.total)]
+    drafts: list[str] = []
+    if bench.drafted is not None:
+        drafts = format_drafts(bench.drafted, bench.repeats, bench.total)
     together = [format_together(bench)] if bench.conversations > 1 else []
     return "\n".join(
         (
@@ -209,13 +237,23 @@ def document(bench: Bench, cfg: RunConfig, folder: Path) -> dict[str, Any]:
         "is_repeatable": bench.is_repeatable,
         "joules_per_token": bench.joules_per_token,
         "conversations": bench.conversations,
-        "drafted": None if bench.drafted is None else asdict(bench.drafted),
+        "drafted": None if bench.drafted is None else _drafted(bench.drafted),
         "repeats": [_repeat(repeat) for repeat in bench.repeats],
         "total": bench.total.to_dict(),
         "peak_rss_nbytes": bench.peak_rss_nbytes,
         "peak_vram_nbytes": bench.peak_vram_nbytes,
         "versions": versions(),
         "machine": machine(folder) | {"gpu": bench.gpu},
+    }
+
+
+def _drafted(drafted: Drafted) -> dict[str, Any]:
+    return {
+        **drafted.report,
+        "plain": {
+            "repeats": [_repeat(repeat) for repeat in drafted.plain],
+            "total": drafted.total.to_dict(),
+        },
     }
 
 

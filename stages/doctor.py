@@ -25,27 +25,37 @@ from typing import Any
 import torch
 
 from conf.schema import RunConfig, Source
-from runtime import cores, hardware
+from runtime import cgroups, cores, hardware
 from runtime.drives import (
-    IN_MEMORY,
     DriveRate,
-    Mount,
     allows_direct_reads,
     cached_nbytes,
-    find_mount,
     measure_grid,
     measure_rate,
 )
 from runtime.engine import load_family
 from runtime.errors import UserError
-from runtime.experts.arena import HostArena
+from runtime.experts.arena import CUDA_REGISTRAR, PIN_HINT, HostArena, Registrar
 from runtime.forecast import Machine, tok_s, usable_cache
+from runtime.mounts import IN_MEMORY, Mount, find_mount
 from runtime.stats import Rates
 from runtime.units import GIB, MIB, format_nbytes
 from stages.core import DISK_MARGIN_NBYTES, Runner, Stage, StageContext
-from stages.doctor_record import RECORD_NAME, changes
-from stages.download import hub_cache, planned_spec, snapshot_of
+from stages.doctor_record import (
+    DRIVE_RATES,
+    RECORD_NAME,
+    Record,
+    changes,
+    drive_identity,
+    expert_files,
+    expert_folder,
+    machine_identity,
+    merged_drives,
+    read_record,
+)
+from stages.download import planned_spec, snapshot_of
 from stages.files import write_atomically
+from stages.hub import hub_cache
 from stages.plan import plan_fit
 
 log = logging.getLogger("stages")
@@ -59,6 +69,8 @@ SLOW_GIB_S = 0.5  # a drive below this makes every large model crawl
 THROTTLED = 0.85  # of the first seconds' rate
 SETTING_SHARE = 0.9  # of the best setting's rate, below which another one is recommended
 MEMLOCK_UNLIMITED = resource.RLIM_INFINITY
+PIN_STEP_NBYTES = 64 * MIB
+PIN_MOST_NBYTES = 32 * GIB  # tried, however large the cache: each GiB takes a part of a second
 FEW_FILES = 1024  # open at once: shards, threads and connections need some hundreds
 
 
@@ -97,17 +109,25 @@ def run(ctx: StageContext) -> None:
     check_limits(report, has_gpu)
     check_cores(report)
     check_memory(report, expert_files(runner))
+    sizes = None if spec is None else _sizes(cfg, spec, has_gpu)
     if has_gpu:
-        check_gpu(report, cfg, spec)
+        ram = None if sizes is None else plan_fit(cfg, sizes, has_gpu).ram
+        check_gpu(
+            report,
+            cfg,
+            spec,
+            GIB if ram is None else min(max(GIB, ram.cache_nbytes), PIN_MOST_NBYTES),
+        )
     else:
         report.add("GPU", "device", "ok", "none is used: the CPU computes")
-    sizes = None if spec is None else _sizes(cfg, spec, has_gpu)
-    check_drives(report, cfg, runner, 4 * MIB if sizes is None else sizes.record_nbytes)
+    record_nbytes = 4 * MIB if sizes is None else sizes.record_nbytes
+    check_drives(report, cfg, runner, record_nbytes)
     if sizes is not None:
         check_fit(report, cfg, sizes, has_gpu)
-    unsteady = check_steadiness(report, runner.root.parent, cfg.model.name)
+    before = read_record(runner, record_nbytes)
+    unsteady = check_steadiness(report, before, cfg.model.name)
     print(format_table(report.findings))
-    _save(ctx, report, unsteady)
+    _save(ctx, report, record_nbytes, unsteady)
     bad = [f"{f.area}: {f.what}" for f in report.findings if f.verdict == "bad"]
     if bad:
         raise UserError(
@@ -157,6 +177,14 @@ def check_software(report: Report, has_gpu: bool) -> None:
             "bad",
             f"{found['torch']} has no E8M0 numbers",
             "pip install -c constraints.txt torch",
+        )
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        report.add(
+            "software",
+            "torch",
+            "warn",
+            f"{found['torch']} has no FP4 numbers: deepseek.arithmetic=reference needs them",
+            "pip install -c constraints.txt torch, or keep deepseek.arithmetic=native",
         )
     if has_gpu and found["triton"] is None:
         report.add(
@@ -224,7 +252,7 @@ def check_cores(report: Report) -> None:
     slow = sum(core.is_efficiency for core in found)
     kinds = f"{len(found)} CPUs" + (f", {slow} of them efficiency cores" if slow else "")
     report.add("CPU", "cores", "ok", f"{kinds}; {cores.describe(cores.assign(found))}")
-    quota = hardware.cpu_quota()
+    quota = cgroups.cpu_quota()
     if quota is not None and quota < len(found):
         report.add(
             "CPU",
@@ -264,8 +292,11 @@ def check_memory(report: Report, files: Sequence[Path]) -> None:
 # ---- GPU -------------------------------------------------------------------------------------------------------------
 
 
-def check_gpu(report: Report, cfg: RunConfig, spec: Any) -> None:
-    """The card, its link, and whether its expert kernel computes what plain torch does."""
+def check_gpu(report: Report, cfg: RunConfig, spec: Any, wanted_nbytes: int) -> None:
+    """The card, its link, and whether its expert kernel computes what plain torch does.
+
+    wanted_nbytes: of RAM that is to be pinned.
+    """
     name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     free, total = torch.cuda.mem_get_info()
     report.add(
@@ -278,21 +309,7 @@ def check_gpu(report: Report, cfg: RunConfig, spec: Any) -> None:
     if taken > 2 * GIB and cfg.hw.vram_gib is None:
         report.add("GPU", "memory taken", "warn", format_nbytes(taken), "end what else uses the card")  # fmt: skip
     check_link(report, torch.cuda.get_device_properties(0))
-    started = time.perf_counter()
-    arena = HostArena(1, GIB)
-    try:
-        arena.pin()
-        report.add("GPU", "pinning", "ok", f"{1 / (time.perf_counter() - started):.1f} GiB/s")
-    except UserError as error:
-        report.add(
-            "GPU",
-            "pinning",
-            "bad",
-            error.message,
-            "raise the limit on locked memory (ulimit -l unlimited; in a container --ulimit memlock=-1)",
-        )
-    finally:
-        arena.close()
+    check_pinning(report, wanted_nbytes)
     pcie, vram = hardware.measure_pcie_gib_s(), hardware.measure_vram_gib_s()
     report.rates |= {"pcie_gib_s": pcie, "vram_gib_s": vram}
     verdict = "ok" if pcie >= 5 else "warn"
@@ -319,6 +336,26 @@ def check_expert_kernel(report: Report, cfg: RunConfig, spec: Any) -> None:
     )  # fmt: skip
 
 
+def check_pinning(
+    report: Report, wanted_nbytes: int, registrar: Registrar = CUDA_REGISTRAR
+) -> None:
+    """How much RAM the system lets the GPU read in place, of what the expert cache wants, and how fast it is pinned."""
+    arena = HostArena(max(1, wanted_nbytes // PIN_STEP_NBYTES), PIN_STEP_NBYTES, registrar)
+    try:
+        started = time.perf_counter()
+        pinned = arena.pin_rows() * arena.row_nbytes
+        seconds = time.perf_counter() - started
+    finally:
+        arena.close()
+    report.rates["pinned_gib"] = pinned / GIB
+    enough = pinned == arena.nbytes
+    verdict = "ok" if enough else "warn" if pinned else "bad"
+    text = f"{format_nbytes(pinned)} of {format_nbytes(arena.nbytes)} for experts"
+    rate = f" at {pinned / seconds / GIB:.1f} GiB/s" if pinned else ""
+    advice = "" if enough else f"the cache shrinks to it: {PIN_HINT}"
+    report.add("GPU", "pinning", verdict, text + rate, advice)
+
+
 def check_link(report: Report, card: Any, root: Path = Path("/sys/bus/pci/devices")) -> None:
     """The PCIe link as it is and as it could be; some cards slow it down while they idle."""
     numbers = (getattr(card, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
@@ -342,31 +379,11 @@ def check_link(report: Report, card: Any, root: Path = Path("/sys/bus/pci/device
 # ---- drives ----------------------------------------------------------------------------------------------------------
 
 
-def expert_files(runner: Runner) -> list[Path]:
-    """Return the files in which this model's experts are read, as far as they are made."""
-    pack, download = (
-        runner.find(n) if n in runner.cfg.model.setup else None for n in ("repack", "download")
-    )
-    if pack is not None:
-        return [pack.root / "experts.bin"]
-    if download is not None and "repack" not in runner.cfg.model.setup:
-        return sorted(snapshot_of(download).glob("*.safetensors"))
-    return []
-
-
 def check_drives(report: Report, cfg: RunConfig, runner: Runner, record_nbytes: int) -> None:
     """Where artifacts and hub files lie; the rates are of the folder that the experts are read from."""
-    from_hub = cfg.model.source is Source.hub
-    in_place = "repack" not in cfg.model.setup
-    files = expert_files(runner)
-    folder = (
-        files[0].resolve().parent
-        if files
-        else (hub_cache(cfg).root if from_hub and in_place else runner.root)
-    )
-    report.interface = find_mount(folder).interface
+    files, folder = expert_files(runner), expert_folder(runner)
     places = {"experts": folder, "artifacts": runner.root}
-    if from_hub:
+    if cfg.model.source is Source.hub:
         places["hub cache"] = hub_cache(cfg).root
     for what, place in places.items():
         check_place(report, what, place, find_mount(place), is_read=what == "experts")
@@ -543,34 +560,50 @@ def format_table(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def check_steadiness(report: Report, artifacts: Path, model: str) -> list[str]:
+def check_steadiness(report: Report, before: Record, model: str) -> list[str]:
     """Compare the rates with the last record of this machine; return the names of those that moved."""
-    moved = changes(artifacts, model, report.rates)
-    for name, (then, when) in moved.items():
+    moved = changes(before, model, report.rates)
+    for name, then in moved.items():
         report.add(
             "steady",
             name,
             "warn",
-            f"{report.rates[name]:.3g} now, {then:.3g} on {when[:16]}",
+            f"{report.rates[name]:.3g} now, {then:.3g} on {before.when[:16]}",
             "more than 15 % apart: run it again with nothing else running",
         )
     return sorted(moved)
 
 
-def _save(ctx: StageContext, report: Report, unsteady: list[str]) -> None:
-    """Leave the record for `plan`, and all numbers in the run's folder."""
+def _save(ctx: StageContext, report: Report, record_nbytes: int, unsteady: list[str]) -> None:
+    """Leave the record for `plan` and `advise`, and all numbers in the run's folder."""
+    path = ctx.runner.root.parent / RECORD_NAME
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    drive: dict[str, Any] | None = None
+    if "drive_gib_s" in report.rates:
+        folder = expert_folder(ctx.runner)
+        mount = find_mount(folder)
+        drive = {
+            "identity": drive_identity(mount),
+            "folder": str(folder),
+            "interface": mount.interface,
+            "record_nbytes": record_nbytes,
+            "when": when,
+            **{name: report.rates[name] for name in DRIVE_RATES if name in report.rates},
+        }
     record = {
-        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "when": when,
         "host": platform.node(),
+        "machine": machine_identity(),
         "model": ctx.cfg.model.name,
-        "rates": report.rates,
         "unsteady": unsteady,
-        "interface": report.interface,
+        # a run without the GPU knows nothing of its link, an earlier one did
+        "rates": {**read_record(ctx.runner).rates, **report.rates},
+        "drives": merged_drives(path, drive),
         "findings": [asdict(finding) for finding in report.findings],
         "drive_grid": [asdict(rate) for rate in report.grid],
     }
     text = json.dumps(record, indent=1) + "\n"
-    write_atomically(ctx.runner.root.parent / RECORD_NAME, text)
+    write_atomically(path, text)
     if ctx.runner.run_dir is not None:
         write_atomically(ctx.runner.run_dir / RECORD_NAME, text)
 

@@ -19,7 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from conf.schema import RunConfig, Source
+from conf.schema import DraftSource, RunConfig, Source
 from runtime.checkpoint import INDEX_NAME, Checkpoint, IndexMismatchError
 from runtime.errors import UserError, VerificationError
 from runtime.units import GIB, format_nbytes
@@ -31,6 +31,7 @@ from stages.hub import (
     HubCache,
     Listing,
     UnreachableError,
+    hub_cache,
     is_weights,
     matching,
     needed_shards,
@@ -64,8 +65,8 @@ def params(cfg: RunConfig) -> dict[str, Any]:
 
 
 def leave_out(cfg: RunConfig) -> list[str]:
-    """Return the patterns of tensors that this run does not need: drafts only while they are off."""
-    drafts = cfg.drafts.enabled
+    """Return the patterns of tensors that this run does not need: draft heads only where they may be used."""
+    drafts = cfg.drafts.enabled and cfg.drafts.source is not DraftSource.lookup
     return [p for p in cfg.model.leave_out if not (drafts and p.startswith("mtp."))]
 
 
@@ -167,12 +168,6 @@ def _wanted(root: Path, patterns: Sequence[str], made: Sequence[Path] | None) ->
 
 
 # ---- from the hub ----------------------------------------------------------------------------------------------------
-
-
-def hub_cache(cfg: RunConfig) -> HubCache:
-    """Return the place in the hub cache of this model's repository."""
-    root = None if cfg.paths.hub is None else absolute(cfg.paths.hub)
-    return HubCache(root, cfg.model.repo or "")
 
 
 def expected_nbytes(cfg: RunConfig) -> int:
@@ -295,7 +290,8 @@ def _run_hub(ctx: StageContext) -> None:
         weights = [file for file in wanted if is_weights(file.path)]
     if skipped:
         log.info("download: not fetched, for nothing in them is needed: %s", ", ".join(skipped))
-    _check_room(cache, weights)
+    if cfg.check_disk:
+        _check_room(cache, weights)
     work.bring(weights, "weights")
     _put_together(ctx, cache, listing, [*small, *weights])
     checkpoint = _checked(ctx.out / SNAPSHOT)

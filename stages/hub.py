@@ -20,8 +20,9 @@ from urllib.parse import quote
 import httpx2
 from huggingface_hub import constants, get_session, get_token
 
-from conf.schema import HubConfig
+from conf.schema import HubConfig, RunConfig
 from runtime.errors import UserError
+from stages.files import absolute
 from stages.transfer import INCOMPLETE, Patience, RemoteFile, check_status, retry_after_s
 
 log = logging.getLogger("stages")
@@ -196,6 +197,12 @@ class HubCache:
                 relative = path.relative_to(snapshot).as_posix()
                 files.append(RemoteFile(relative, path.stat().st_size, etag))
         return Listing(repo, commit, tuple(files)) if files else None
+
+
+def hub_cache(cfg: RunConfig) -> HubCache:
+    """Return the place in the hub cache of a config's repository."""
+    root = None if cfg.paths.hub is None else absolute(cfg.paths.hub).resolve()
+    return HubCache(root, cfg.model.repo or "")
 
 
 def link_relative(at: Path, target: Path) -> None:

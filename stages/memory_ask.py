@@ -20,6 +20,4 @@ def run(ctx: StageContext) -> None:
         )
 
 
-STAGE = Stage(
-    name="memory_ask", run=run, needs=lambda cfg: tuple(cfg.model.setup), is_endpoint=True
-)
+STAGE = Stage(name="memory_ask", run=run, needs=lambda cfg: cfg.engine_stages, is_endpoint=True)

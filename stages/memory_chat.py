@@ -20,6 +20,4 @@ def run(ctx: StageContext) -> None:
         leave_metrics(ctx, {**answer.to_dict(), "was_rebuilt": memory.was_rebuilt})
 
 
-STAGE = Stage(
-    name="memory_chat", run=run, needs=lambda cfg: tuple(cfg.model.setup), is_endpoint=True
-)
+STAGE = Stage(name="memory_chat", run=run, needs=lambda cfg: cfg.engine_stages, is_endpoint=True)

@@ -17,7 +17,7 @@ from stages.memory_parts import leave_metrics, opened_memory, root_of
 
 def needs(cfg: RunConfig) -> tuple[str, ...]:
     """Return the set-up of the model; a store of text needs none."""
-    return () if cfg.memory.kind is StoreKind.text else tuple(cfg.model.setup)
+    return () if cfg.memory.kind is StoreKind.text else cfg.engine_stages
 
 
 def read_file(name: str) -> bytes:

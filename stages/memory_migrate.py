@@ -49,6 +49,4 @@ def run(ctx: StageContext) -> None:
     )
 
 
-STAGE = Stage(
-    name="memory_migrate", run=run, needs=lambda cfg: tuple(cfg.model.setup), is_endpoint=True
-)
+STAGE = Stage(name="memory_migrate", run=run, needs=lambda cfg: cfg.engine_stages, is_endpoint=True)

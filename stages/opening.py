@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from conf.schema import Arithmetic, RunConfig
-from runtime.drives import IN_MEMORY, find_mount
 from runtime.engine import Engine, EngineFiles
 from runtime.errors import VerificationError
 from runtime.models.deepseek_backends import resolve_arithmetic
+from runtime.mounts import IN_MEMORY, find_mount
 from stages.core import Output, Runner
 from stages.download import absolute, snapshot_of
 
@@ -21,10 +21,13 @@ ROUTES_NAME = "routes.bin"  # in the folder of the run, with record=true
 
 
 def setup_stages(cfg: RunConfig) -> tuple[str, ...]:
-    """Return the stages that make what this run's engine opens: `patch` only where the release's own code computes."""
+    """Return the stages that make what this run's engine opens.
+
+    `patch` only where the release's own code computes.
+    """
     if "patch" not in cfg.model.setup or uses_published_code(cfg):
-        return tuple(cfg.model.setup)
-    return tuple(name for name in cfg.model.setup if name != "patch")
+        return cfg.engine_stages
+    return tuple(name for name in cfg.engine_stages if name != "patch")
 
 
 def uses_published_code(cfg: RunConfig) -> bool:
@@ -35,7 +38,7 @@ def uses_published_code(cfg: RunConfig) -> bool:
 
 def engine_files(inputs: Mapping[str, Output]) -> EngineFiles:
     """Return the folders that `Engine.open` needs."""
-    made = (inputs.get(name) for name in ("repack", "residents", "patch"))
+    made = (inputs.get(name) for name in ("repack", "residents", "patch", "checksums"))
     roots = [None if output is None else output.root for output in made]
     return EngineFiles(snapshot_of(inputs["download"]), *roots)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from runtime.budget import (
     MemoryPlan,
     ModelSizes,
     VramPlan,
+    describe_ram_limit,
     format_plans,
     plan_memory,
     plan_vram,
@@ -47,6 +49,8 @@ from stages.doctor_record import read_record
 from stages.download import planned_spec, snapshot_of
 from stages.files import write_atomically
 
+log = logging.getLogger("stages")
+
 RESULT_NAME = "plan.json"
 
 
@@ -57,6 +61,7 @@ class Fit:
     ram: MemoryPlan | None
     vram: VramPlan | None
     faults: tuple[UserError, ...]
+    ram_source: str  # where the RAM that may be used has its number from
 
 
 def run(ctx: StageContext) -> None:
@@ -68,13 +73,14 @@ def run(ctx: StageContext) -> None:
     dtype = torch.bfloat16 if has_gpu else torch.float32
     sizes: ModelSizes = family.planned_sizes(spec, cfg, dtype, has_gpu)
     fit = plan_fit(cfg, sizes, has_gpu)
-    rates, source = planned_rates(cfg, ctx.runner, has_gpu)
+    rates, source = planned_rates(cfg, ctx.runner, has_gpu, sizes.record_nbytes)
     rooms = ctx.runner.expected_disk(cfg.model.setup)
     fetching = fetch_line(cfg, rooms)
     print(f"{cfg.model.name} on hw={cfg.hw.name}{'' if has_gpu else ', on the CPU'}")
     print(format_disk(rooms, fetching))
     if plans := format_plans(fit.ram, fit.vram):
         print(plans)
+    print(f"RAM that may be used: {fit.ram_source}")
     for warning in () if fit.ram is None else fit.ram.warnings:
         print(f"warning: {warning}")
     found: dict[str, Any] = {}
@@ -184,31 +190,47 @@ def plan_fit(cfg: RunConfig, sizes: ModelSizes, has_gpu: bool) -> Fit:
             )
         except UserError as error:
             faults.append(error)
-    return Fit(ram, vram, tuple(faults))
+    return Fit(ram, vram, tuple(faults), describe_ram_limit(wanted, available, cfg.hw.reserve_gib))
 
 
-def planned_rates(cfg: RunConfig, runner: Runner, has_gpu: bool) -> tuple[Rates | None, str]:
-    """Return the rates of the yaml, completed by doctor's record, and where they come from; None: one is missing."""
-    own = cfg.hw.rates
-    measured = read_record(runner.root.parent)
-    kind = "vram_gib_s" if has_gpu else "ram_gib_s"
-    drive, pcie, memory = (
-        value if value is not None else measured.get(key)
-        for value, key in (
-            (own.drive_gib_s, "drive_gib_s"), (own.pcie_gib_s, "pcie_gib_s"), (own.memory_gib_s, kind),
-        )
-    )  # fmt: skip
-    if not drive or not memory or (has_gpu and not pcie):
+def planned_rates(
+    cfg: RunConfig, runner: Runner, has_gpu: bool, record_nbytes: int
+) -> tuple[Rates | None, str]:
+    """Return the rates of the yaml, completed by doctor's record, and where they come from; None: one is missing.
+
+    What of the record does not hold for this machine and drive is said on the log.
+    """
+    own, kind = cfg.hw.rates, "vram_gib_s" if has_gpu else "ram_gib_s"
+    given = {"drive_gib_s": own.drive_gib_s, kind: own.memory_gib_s}
+    if has_gpu:
+        given["pcie_gib_s"] = own.pcie_gib_s
+    missing = [name for name, rate in given.items() if rate is None]
+    if not missing:
+        return _rates(given, has_gpu), f"conf/hw/{cfg.hw.name}.yaml or the command line"
+    if _is_elsewhere(cfg):
+        why = f"hw={cfg.hw.name} describes another machine than this one, and gives no {', '.join(missing)}"
+        return None, f"{why}: set hw.rates.drive_gib_s and the others"
+    record = read_record(runner, record_nbytes)
+    for note in record.notes:
+        log.warning("plan: %s", note)
+    found = {name: record.rates.get(name) if rate is None else rate for name, rate in given.items()}
+    if not all(found.values()):
         hint = "run stages=[doctor] to measure it here, or set hw.rates.drive_gib_s and the others"
         return None, f"no rates of this machine: {hint}"
-    given = [own.drive_gib_s, own.memory_gib_s, *([own.pcie_gib_s] if has_gpu else [])]
-    if all(value is not None for value in given):
-        source = f"conf/hw/{cfg.hw.name}.yaml or the command line"
-    elif any(value is not None for value in given):
-        source = f"given, and measured by doctor on {measured['when']}"
-    else:
-        source = f"measured by doctor on {measured['when']}"
-    return Rates(drive, memory, (pcie or 0.0) if has_gpu else 0.0), source
+    measured = f"measured by doctor on {record.when}"
+    return _rates(found, has_gpu), measured if len(missing) == len(given) else f"given, and {measured}"  # fmt: skip
+
+
+def _rates(found: Mapping[str, float | None], has_gpu: bool) -> Rates:
+    memory = found["vram_gib_s" if has_gpu else "ram_gib_s"]
+    return Rates(found["drive_gib_s"] or 0.0, memory or 0.0, found.get("pcie_gib_s") or 0.0)
+
+
+def _is_elsewhere(cfg: RunConfig) -> bool:
+    """Whether `hw` cannot be this machine: it has more RAM, or a GPU that is not here."""
+    ram_gib = cfg.hw.ram_gib or 0
+    needs_card = cfg.hw.device == "cuda" and not torch.cuda.is_available()
+    return needs_card or ram_gib * GIB > hardware.total_ram_nbytes()[0]
 
 
 def _speed(sizes: ModelSizes, machine: Machine) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from runtime.checkpoint import Checkpoint
 from runtime.engine import load_family
 from runtime.experts.layout import (
     CHECKSUM_NBYTES,
+    CHECKSUMS_NAME,
     PACK_BLOCKS,
-    PACK_CHECKSUMS,
     PACK_HEADER,
     PACK_SCALARS,
     PACK_VERSION,
@@ -61,7 +61,7 @@ def run(ctx: StageContext) -> None:
     sizes = {
         PACK_BLOCKS: layer_nbytes,
         PACK_SCALARS: 4 * SCALARS_PER_EXPERT * spec.num_experts,
-        PACK_CHECKSUMS: CHECKSUM_NBYTES * spec.num_experts,
+        CHECKSUMS_NAME: CHECKSUM_NBYTES * spec.num_experts,
     }
     fds = {
         name: os.open(ctx.out / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -112,7 +112,7 @@ def _write_layer(
         checksums += blake3(block).digest(length=CHECKSUM_NBYTES)
         scalars.extend(weights.read_expert_scalars(checkpoint, key))
     _pwrite_all(fds[PACK_SCALARS], scalars.tobytes(), layer * sizes[PACK_SCALARS])
-    _pwrite_all(fds[PACK_CHECKSUMS], checksums, layer * sizes[PACK_CHECKSUMS])
+    _pwrite_all(fds[CHECKSUMS_NAME], checksums, layer * sizes[CHECKSUMS_NAME])
     for fd in fds.values():
         os.fsync(fd)
     return hasher.hexdigest(length=16)

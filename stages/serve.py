@@ -34,6 +34,7 @@ log = logging.getLogger("stages")
 STATE_FORMAT = 1  # one more whenever the arithmetic changes what a state holds, or how
 KEY_VARIABLE = "NVMOE_API_KEY"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+DRIVE_PROBE_S = 0.5
 STOP_S = 5  # an open stream gets its error frame and this long to go
 
 
@@ -110,7 +111,7 @@ def make_worker(
     cfg, model = with_room_for_snapshots(cfg), cfg.model
 
     def open_warm() -> Engine:
-        engine = open_engine(cfg, inputs, runner)
+        engine = open_and_tell(cfg, inputs, runner)
         warm_up(engine, inputs)
         return engine
 
@@ -154,6 +155,18 @@ def wait_for_signal() -> None:
     finally:
         for sig, handler in before.items():
             signal.signal(sig, handler)
+
+
+def open_and_tell(cfg: RunConfig, inputs: Mapping[str, Output], runner: Runner) -> Engine:
+    """Open the engine, and say what the drive gives: a slow folder must not look like a slow engine."""
+    engine = open_engine(cfg, inputs, runner)
+    rate = engine.measure_drive(DRIVE_PROBE_S)
+    how = "direct reads" if engine.is_direct else "through the page cache"
+    log.info(
+        "the drive gives %.2f GiB/s of experts now (%s): at most %.2f tok/s while none is in RAM",
+        rate, how, rate * GIB / engine.routed_nbytes,
+    )  # fmt: skip
+    return engine
 
 
 def read_key(serve: ServeConfig) -> str | None:

@@ -1,8 +1,11 @@
-"""Compare packed experts with the checkpoint they came from, byte for byte, through the runtime's own reader."""
+"""Read experts as an engine reads them, and compare: packed ones with the checkpoint, byte for byte; those inside
+released files with their checksums.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +16,34 @@ from runtime.checkpoint import Checkpoint
 from runtime.engine import load_family
 from runtime.errors import VerificationError
 from runtime.experts.arena import HostArena
-from runtime.experts.layout import CHECKSUM_NBYTES, PACK_CHECKSUMS, ExpertKey, PackedLayout
+from runtime.experts.checks import Checksums
+from runtime.experts.layout import (
+    CHECKSUM_NBYTES,
+    CHECKSUMS_NAME,
+    ExpertKey,
+    ExpertLayout,
+    PackedLayout,
+)
 from runtime.experts.reader import DirectReader
+from runtime.experts.schedule import ReadJob
 from runtime.models import qwen_weights as weights
+from stages.checksums import layout_of
 from stages.core import Stage, StageContext
 from stages.download import snapshot_of
 
 EXPERTS_PER_UNIT = 64
 
+Compare = Callable[[ExpertKey, ReadJob], None]  # raises VerificationError
+
 
 def run(ctx: StageContext) -> None:
     """Check the chosen experts; raise VerificationError at the first difference, naming it."""
-    snapshot, pack = snapshot_of(ctx.inputs["download"]), ctx.inputs["repack"].root
-    checkpoint = Checkpoint.open(snapshot)
-    spec = load_family(ctx.cfg.model.family).read_spec(snapshot)
-    layout = PackedLayout.open(pack)
-    scalars = weights.read_pack_scalars(pack, spec)
+    snapshot = snapshot_of(ctx.inputs["download"])
+    compare, layout = (
+        _with_checkpoint(ctx, snapshot)
+        if "repack" in ctx.inputs
+        else _with_checksums(ctx, snapshot)
+    )
     chosen = choose(ctx.cfg.spot_check.experts, ctx.cfg.spot_check.seed, layout)
     reader = DirectReader(layout.files, ctx.cfg.hw.drive)
     row = HostArena(1, layout.record_nbytes)
@@ -39,12 +54,7 @@ def run(ctx: StageContext) -> None:
             for key in chosen[int(unit) : int(unit) + EXPERTS_PER_UNIT]:
                 job = reader.submit(key, layout.spans(key), row.view(0))
                 reader.wait(job)
-                packed = bytes(row.view(0)[: layout.record_nbytes])
-                compare_block(
-                    packed, bytes(weights.read_expert_block(checkpoint, spec, key)), key, layout
-                )
-                _compare_checksum(packed, key, layout, pack)
-                _compare_scalars(scalars, weights.read_expert_scalars(checkpoint, key), key, layout)
+                compare(key, job)
             ctx.done(unit)
     finally:
         reader.close()
@@ -53,10 +63,41 @@ def run(ctx: StageContext) -> None:
         "of": layout.num_layers * layout.num_experts,
         "nbytes": len(chosen) * layout.record_nbytes,
         "is_direct": reader.is_direct,
+        "compared_with": "checkpoint" if "repack" in ctx.inputs else "checksums",
     }
 
 
-def choose(wanted: str, seed: int, layout: PackedLayout) -> list[ExpertKey]:
+def _with_checkpoint(ctx: StageContext, snapshot: Path) -> tuple[Compare, ExpertLayout]:
+    """Compare packed experts with what the checkpoint's headers say of them."""
+    pack = ctx.inputs["repack"].root
+    checkpoint = Checkpoint.open(snapshot)
+    spec = load_family(ctx.cfg.model.family).read_spec(snapshot)
+    layout = PackedLayout.open(pack)
+    scalars = weights.read_pack_scalars(pack, spec)
+
+    def compare(key: ExpertKey, job: ReadJob) -> None:
+        packed = bytes(job.buffer[: layout.record_nbytes])
+        compare_block(packed, bytes(weights.read_expert_block(checkpoint, spec, key)), key, layout)
+        _compare_checksum(packed, key, layout, pack)
+        _compare_scalars(scalars, weights.read_expert_scalars(checkpoint, key), key, layout)
+
+    return compare, layout
+
+
+def _with_checksums(ctx: StageContext, snapshot: Path) -> tuple[Compare, ExpertLayout]:
+    """Compare experts inside released files with checksums of bytes whose file hash `download` had checked."""
+    layout = layout_of(ctx.cfg, snapshot)
+    recorded = Checksums.open(layout, ctx.inputs["checksums"].root)
+
+    def compare(_key: ExpertKey, job: ReadJob) -> None:
+        recorded.check(job)
+        if job.error is not None:
+            raise job.error
+
+    return compare, layout
+
+
+def choose(wanted: str, seed: int, layout: ExpertLayout) -> list[ExpertKey]:
     """Return which experts to check: all, or a seeded choice with the first, the last and one of every layer."""
     every = [
         ExpertKey(layer, e) for layer in range(layout.num_layers) for e in range(layout.num_experts)
@@ -93,12 +134,12 @@ def compare_block(packed: bytes, original: bytes, key: ExpertKey, layout: Packed
 
 def _compare_checksum(packed: bytes, key: ExpertKey, layout: PackedLayout, pack: Path) -> None:
     at = CHECKSUM_NBYTES * (layout.num_experts * key.layer + key.expert)
-    with open(pack / PACK_CHECKSUMS, "rb") as f:
+    with open(pack / CHECKSUMS_NAME, "rb") as f:
         f.seek(at)
         recorded = f.read(CHECKSUM_NBYTES)
     if blake3(packed).digest(length=CHECKSUM_NBYTES) != recorded:
         raise VerificationError(
-            f"layer {key.layer}, expert {key.expert}: the block is right, its entry in {PACK_CHECKSUMS} is not",
+            f"layer {key.layer}, expert {key.expert}: the block is right, its entry in {CHECKSUMS_NAME} is not",
             "the pack is damaged: run the same command with force=[repack]",
         )
 
@@ -123,4 +164,9 @@ def params(cfg: RunConfig) -> dict[str, Any]:
     return {"experts": cfg.spot_check.experts, "seed": cfg.spot_check.seed}
 
 
-STAGE = Stage(name="spot_check", run=run, params=params, needs=lambda _cfg: ("download", "repack"))
+def needs(cfg: RunConfig) -> tuple[str, ...]:
+    """Return what is compared."""
+    return ("download", "repack" if "repack" in cfg.model.setup else "checksums")
+
+
+STAGE = Stage(name="spot_check", run=run, params=params, needs=needs)

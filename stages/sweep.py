@@ -44,7 +44,14 @@ from stages.sweep_report import (
 
 log = logging.getLogger("stages")
 
-NOT_IDENTITY = ("hydra", "paths", "force", "dry_run", "measure_alone")  # change no result
+NOT_IDENTITY = (
+    "hydra",
+    "paths",
+    "force",
+    "dry_run",
+    "measure_alone",
+    "check_disk",
+)  # change no result
 MEASURING = ("bench", "chat", "verify")  # stages whose figures another job would spoil
 CRASH_EXIT_CODE = 1
 
@@ -64,6 +71,8 @@ def point_id(*, _root_: DictConfig) -> str:
 
 # launchers import this module in their workers before they ask for a job's folder
 OmegaConf.register_new_resolver("point_id", point_id, replace=True)
+# Hydra would take a relative folder from where the command was typed, all else is taken from the folder of run.py
+OmegaConf.register_new_resolver("absolute", lambda path: str(absolute(path)), replace=True)
 
 
 def report(error: Exception) -> int:

@@ -22,6 +22,7 @@ POINT_NAME = "point.json"  # in each point's folder
 CSV_NAME, JSON_NAME = "sweep.csv", "sweep.json"  # in the sweep's folder
 RESULT_NAMES = ("bench.json", "simulate.json", "result.json")  # where the figures are, best first
 UNKNOWN_MS = float("inf")
+AUTOMATIC, GOOD_SHARE = "cache.ram_gib", 0.9  # null is what fits; of the best size given beside it
 MAX_LINES = 12  # of the curves; more cannot be told apart
 SHOWN = (  # column, figure, how it is written
     ("p50 ms", "inter_token_p50_ms", "{:.2f}"),
@@ -157,6 +158,7 @@ def format_sweep(points: Sequence[Point]) -> str:
             "per token: waiting for the drive and for the device, the host's own work (on a CPU: computing), bytes"
         )
         lines += _verdict(measured, keys)
+        lines += _automatic_verdict(measured, keys)
     if len(done) > len(measured):
         lines.append(f"{len(done) - len(measured)} points left no figures")
     lines += [f"failed: {label(p, keys)}: {p.error}" for p in points if p.error]
@@ -220,6 +222,32 @@ def _verdict(points: Sequence[Point], keys: Sequence[str]) -> list[str]:
     if equal and any(p.figures["tok_s_min"] < p.figures["tok_s_max"] for p in points):
         names = "; ".join(label(p, keys) for p in equal)
         lines.append(f"within the spread of the repeats as fast: {names}")
+    return lines
+
+
+def _automatic_verdict(points: Sequence[Point], keys: Sequence[str]) -> list[str]:
+    """Say how the cache size that the plan chooses compares with those that were given beside it."""
+    lines = []
+    others = [key for key in keys if key != AUTOMATIC]
+    for point in points:
+        if AUTOMATIC not in keys or point.config.get(AUTOMATIC) is not None:
+            continue
+        given = [
+            p for p in points
+            if p.config.get(AUTOMATIC) is not None
+            and all(p.config.get(key) == point.config.get(key) for key in others)
+        ]  # fmt: skip
+        if not given or not point.figures["tok_s"]:
+            continue
+        best = min(given, key=lambda p: p.token_ms)
+        share = best.token_ms / point.token_ms
+        where = f" ({label(point, others)})" if others else ""
+        text = f"automatic cache{where}: {share:.0%} of the best size given ({label(best, [AUTOMATIC])})"
+        if share < GOOD_SHARE and point.figures["tok_s_max"] < best.figures["tok_s_min"]:
+            text += (
+                ": WORSE than it should be; look for swapping and other programs (stages=[doctor])"
+            )
+        lines.append(text)
     return lines
 
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from conf.schema import CacheConfig, ComputeDtype, DirectIo, PrefetchConfig, RunConfig
+from conf.schema import CacheConfig, ComputeDtype, DirectIo, DraftsConfig, PrefetchConfig, RunConfig
 from runtime.budget import MemoryPlan
 from runtime.engine import Engine, EngineFiles, load_family
 from runtime.models.checks import FamilyChecks
@@ -55,8 +55,9 @@ class Case:
 
     @contextmanager
     def engine(self, cfg: RunConfig | None = None, is_resident: bool = False) -> Iterator[Engine]:
-        """Open an engine, with other settings if `cfg` is given."""
-        engine = Engine.open(cfg or self.cfg, self.files, is_resident)
+        """Open an engine, with other settings if `cfg` is given; without drafts, which change no number."""
+        plain = dataclasses.replace(cfg or self.cfg, drafts=DraftsConfig())
+        engine = Engine.open(plain, self.files, is_resident)
         try:
             yield engine
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -58,6 +59,14 @@ def flat_config(config: dict) -> dict:
         "beta_slow": scaling["beta_slow"],
         "original_seq_len": scaling["original_max_position_embeddings"],
     }
+
+
+def make_published(source: Path, folder: Path) -> Path:
+    """Return the stand-in's code, patched, for a checkpoint that came without any; made below `folder`."""
+    code = make_snapshot(folder / "code") / "inference"
+    flat = flat_config(json.loads((source / "config.json").read_text()))
+    (code / "config.json").write_text(json.dumps(flat))
+    return make_patched(code.parent, folder / "patched")
 
 
 def sha256(path: Path) -> str:

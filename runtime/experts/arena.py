@@ -4,14 +4,51 @@ from __future__ import annotations
 
 import errno
 import mmap
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from runtime.errors import UserError
-from runtime.units import PAGE_NBYTES, align_up, format_nbytes
+from runtime.units import MIB, PAGE_NBYTES, align_up, format_nbytes
 
 REGISTER_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
+PIN_STEPS = 64  # of a whole that is refused
+PIN_MARGIN_NBYTES = 64 * MIB  # given back of what is granted then: CUDA itself pins memory later
+PIN_HINT = (
+    "raise the limit on locked memory (ulimit -l; containers: --ulimit memlock=-1; WSL: .wslconfig)"
+)
+
+
+class Registrar(Protocol):
+    """Who makes host memory readable by a device."""
+
+    def register(self, address: int, nbytes: int) -> bool:
+        """Pin whole pages; False when the system does not grant it, and nothing is pinned then."""
+
+    def unregister(self, address: int) -> None: ...
+
+    def check(self) -> None:
+        """Prove, after something was refused, that the device still works."""
+
+
+class CudaRegistrar:
+    """Pins with CUDA, mapped at the same addresses."""
+
+    def register(self, address: int, nbytes: int) -> bool:
+        status = torch.cuda.cudart().cudaHostRegister(address, nbytes, REGISTER_MAPPED)
+        if int(status) != 0:
+            torch.cuda.cudart().cudaGetLastError()  # clear it: the next CUDA call must not meet it
+        return int(status) == 0
+
+    def unregister(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+    def check(self) -> None:
+        torch.zeros(1, device="cuda").add_(1).item()
+
+
+CUDA_REGISTRAR = CudaRegistrar()
 
 
 class HostArena:
@@ -20,11 +57,14 @@ class HostArena:
     A row is handed out twice: as a memoryview for reads and as a uint8 tensor for kernels, over the same bytes.
     """
 
-    def __init__(self, num_rows: int, row_nbytes: int) -> None:
+    def __init__(
+        self, num_rows: int, row_nbytes: int, registrar: Registrar = CUDA_REGISTRAR
+    ) -> None:
         self.num_rows = num_rows
         self.row_nbytes = align_up(row_nbytes, PAGE_NBYTES)
         self.nbytes = self.num_rows * self.row_nbytes
-        self._is_pinned = False
+        self._registrar = registrar
+        self._pinned: list[tuple[int, int]] = []  # (first row, rows) of each registration
         try:
             # mmap, not torch: the start must be page-aligned for direct reads
             memory = mmap.mmap(-1, max(self.nbytes, PAGE_NBYTES))
@@ -35,6 +75,7 @@ class HostArena:
                 f"the machine refuses {format_nbytes(self.nbytes)} for {num_rows} expert rows",
                 "lower cache.ram_gib",
             ) from error
+        self._memory = memory
         self._view = memoryview(memory)
         self.rows: Tensor = torch.frombuffer(memory, dtype=torch.uint8)[: self.nbytes].view(
             num_rows, self.row_nbytes
@@ -44,27 +85,57 @@ class HostArena:
         )  # indexing a list costs a tenth of indexing a tensor
 
     def pin(self) -> None:
-        """Register the memory with CUDA: the GPU reads records in place, at the same addresses.
-
-        The pages are touched first: registering pages that do not exist yet is slow and may fail half-way.
-        """
-        self.rows.view(-1, PAGE_NBYTES)[:, 0].add_(0)
-        status = torch.cuda.cudart().cudaHostRegister(
-            self.rows.data_ptr(), self.nbytes, REGISTER_MAPPED
-        )
-        if int(status) != 0:
-            torch.cuda.cudart().cudaGetLastError()  # clear it: the next CUDA call must not meet it
+        """Register the memory with CUDA: the GPU reads records in place, at the same addresses. Raises UserError."""
+        pinned = self.pin_rows()
+        if pinned < self.num_rows:
+            self.close()
             raise UserError(
-                f"CUDA refuses to pin {format_nbytes(self.nbytes)} of RAM for the expert cache (error {int(status)})",
-                "lower cache.ram_gib, or raise the limit on locked memory (ulimit -l)",
+                f"CUDA pins {format_nbytes(pinned * self.row_nbytes)} of the {format_nbytes(self.nbytes)} of RAM that "
+                "the GPU is to read",
+                PIN_HINT,
             )
-        self._is_pinned = True
+
+    def pin_rows(self) -> int:
+        """Register as many rows, from the first on, as the system grants; return how many. The rest is given back.
+
+        All at once where that is granted, else in steps that become smaller; then a little is given back, for what CUDA
+        itself will pin. A record never spans two registrations: a copy out of such a one is refused.
+        """
+        if self._register(0, self.num_rows):
+            return self.num_rows
+        step = max(1, self.num_rows // PIN_STEPS)
+        rows = 0
+        while step:
+            if rows + step <= self.num_rows and self._register(rows, step):
+                rows += step
+            else:
+                step //= 2
+        granted = rows
+        while rows and (granted - rows) * self.row_nbytes < min(
+            PIN_MARGIN_NBYTES, self.nbytes // PIN_STEPS
+        ):
+            start, count = self._pinned.pop()
+            self._registrar.unregister(self._address(start))
+            rows -= count
+        self._memory.madvise(mmap.MADV_REMOVE, rows * self.row_nbytes)
+        self._registrar.check()
+        return rows
+
+    def _register(self, first: int, count: int) -> bool:
+        # pages that do not exist yet are slow to register, and it may fail half-way
+        self.rows[first : first + count].view(-1, PAGE_NBYTES)[:, 0].add_(0)
+        is_done = self._registrar.register(self._address(first), count * self.row_nbytes)
+        if is_done:
+            self._pinned.append((first, count))
+        return is_done
+
+    def _address(self, row: int) -> int:
+        return self.rows.data_ptr() + row * self.row_nbytes
 
     def close(self) -> None:
         """Undo `pin`."""
-        if self._is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.rows.data_ptr())
-            self._is_pinned = False
+        while self._pinned:
+            self._registrar.unregister(self._address(self._pinned.pop()[0]))
 
     def view(self, row: int) -> memoryview:
         """Return the bytes of one row, writable."""

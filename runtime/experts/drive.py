@@ -13,6 +13,7 @@ from pathlib import Path
 
 from conf.schema import DirectIo, DriveConfig
 from runtime.errors import UserError
+from runtime.mounts import find_mount
 from runtime.units import GIB, PAGE_NBYTES, align_down
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,8 @@ class FileSet:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
         self.close()
-        where = f"the filesystem of {self.files[0].parent} refuses direct reads"
+        folder = self.files[0].parent
+        where = f"the filesystem of {folder} ({find_mount(folder).kind}) refuses direct reads"
         if must:
             raise UserError(
                 where,

@@ -29,6 +29,10 @@ class InFront(ABC):
         return self.source.max_hold
 
     @property
+    def max_route(self) -> int:
+        return self.source.max_route
+
+    @property
     def record_nbytes(self) -> int:
         return self.source.record_nbytes
 

@@ -18,8 +18,8 @@ PACK_VERSION = 1
 PACK_HEADER = "pack.json"
 PACK_BLOCKS = "experts.bin"
 PACK_SCALARS = "scalars.f32"
-PACK_CHECKSUMS = "checksums.bin"
-CHECKSUM_NBYTES = 8  # of blake3, per block
+CHECKSUMS_NAME = "checksums.bin"  # in a pack, or of experts inside released files
+CHECKSUM_NBYTES = 8  # of blake3, per run of an expert's bytes: a packed block is one
 SCALARS_PER_EXPERT = (
     6  # global scales of gate, up, down; input scales of gate, up, down (NaN where absent)
 )

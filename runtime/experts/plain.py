@@ -25,6 +25,10 @@ class PlainExperts:
         self.counters = ExpertCounters()
 
     @property
+    def max_route(self) -> int:
+        return self._layout.num_experts
+
+    @property
     def record_nbytes(self) -> int:
         return self._layout.record_nbytes
 

@@ -7,6 +7,7 @@ a record came from never shows in its bytes.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -16,7 +17,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from runtime.experts.arena import HostArena
+from runtime.errors import UserError
+from runtime.experts.arena import PIN_HINT, HostArena
 from runtime.experts.cache import ExpertCache
 from runtime.experts.checks import Checksums, next_arrival
 from runtime.experts.layout import ExpertKey, ExpertLayout, Span
@@ -24,6 +26,9 @@ from runtime.experts.reader import DirectReader
 from runtime.experts.routes import RouteListener
 from runtime.experts.schedule import ReadJob
 from runtime.stats import ExpertCounters
+from runtime.units import format_nbytes
+
+log = logging.getLogger(__name__)
 
 Wave = list[tuple[int, Tensor]]
 
@@ -60,6 +65,10 @@ class ExpertSource(Protocol):
     def max_hold(self) -> int: ...
 
     @property
+    def max_route(self) -> int:
+        """How many experts of a layer `waves` and `fetch` can be asked for at once."""
+
+    @property
     def record_nbytes(self) -> int: ...
 
     def forget(self) -> None:
@@ -74,6 +83,22 @@ class ExpertSource(Protocol):
 def as_list(guesses: Iterable[int]) -> list[int]:
     """Return guesses that can be gone through twice, with their scores if they have some."""
     return guesses if isinstance(guesses, list) else list(guesses)
+
+
+def fetch_union(
+    experts: ExpertSource, layer: int, routes: Sequence[Sequence[int]], guesses: Iterable[int] = ()
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield each expert that the routes of several tokens name once, as `fetch` does; the first token's come first.
+
+    More than the cache can hold are fetched in turns, and the guesses asked for in the last of them.
+    """
+    if len(routes) == 1:
+        yield from experts.fetch(layer, routes[0], guesses)
+        return
+    union = list(dict.fromkeys(expert for route in routes for expert in route))
+    turns = [union[at : at + experts.max_route] for at in range(0, len(union), experts.max_route)]
+    for turn in turns:
+        yield from experts.fetch(layer, turn, guesses if turn is turns[-1] else ())
 
 
 def one_by_one(waves: Iterator[Wave]) -> Iterator[tuple[int, Tensor]]:
@@ -115,7 +140,7 @@ class Arena(Protocol):
 
     def view(self, row: int) -> memoryview: ...
 
-    def pin(self) -> None: ...
+    def pin_rows(self) -> int: ...
 
     def close(self) -> None: ...
 
@@ -151,6 +176,7 @@ class ExpertStreamer:
         ahead_rows: int = 0,
         checksums: Checksums | None = None,
         *,
+        least_rows: int = 1,
         make_cache: Callable[[int], ExpertCache[ExpertKey]] = ExpertCache,
         make_arena: Callable[[int, int], Arena] = HostArena,
         arrivals: Arrivals | None = None,
@@ -159,7 +185,8 @@ class ExpertStreamer:
         """cache_rows: at least the model's top-k.  sweep_rows: staging rows, read ahead of a prompt's computing.
 
         ahead_rows: how many rows `ahead` may keep from eviction; the route must find room beside them.  checksums: to
-        compare each expert with on its first read; None: not.
+        compare each expert with on its first read; None: not.  least_rows: what a token needs at once; `pin` may shrink
+        the cache to it.
         The rest is for the simulator, which brings another cache, no memory, and a clock of its own.
         """
         self._layout = layout
@@ -169,6 +196,7 @@ class ExpertStreamer:
         self._prefetch_experts = prefetch_experts
         self._ahead_rows = ahead_rows
         self._checksums = checksums
+        self._least_rows = least_rows
         self._make_cache, self._clock_ns = make_cache, clock_ns
         self.cache = make_cache(cache_rows)
         self._keys = [
@@ -199,8 +227,33 @@ class ExpertStreamer:
     def max_hold(self) -> int:
         return len(self._staging)
 
+    @property
+    def max_route(self) -> int:
+        return self.cache.num_rows - self._ahead_rows
+
     def pin(self) -> None:
-        self._arena.pin()
+        """Make the records readable by the GPU: where not all may be pinned, the cache shrinks to what may be.
+
+        Once, before the first fetch. Raises UserError when not even one layer's route has room.
+        """
+        rows, wanted = self._arena.pin_rows(), self.cache.num_rows
+        staging = min(len(self._staging), rows - self._least_rows)
+        if rows == wanted + len(self._staging):
+            return
+        granted = format_nbytes(rows * self._arena.row_nbytes)
+        if staging < 1:
+            raise UserError(
+                f"CUDA pins only {granted} of RAM, {self._least_rows + 1} experts need "
+                f"{format_nbytes((self._least_rows + 1) * self._arena.row_nbytes)}",
+                PIN_HINT,
+            )
+        self.cache = self._make_cache(rows - staging)
+        self._staging = range(rows - staging, rows)
+        log.warning(
+            "CUDA pins only %s of the %s that were planned: the expert cache holds %d experts instead of %d, so more "
+            "is read from the drive; %s",
+            granted, format_nbytes(self._arena.nbytes), self.cache.num_rows, wanted, PIN_HINT,
+        )  # fmt: skip
 
     def forget(self) -> None:
         if self.listener is not None:
@@ -557,6 +610,10 @@ class ResidentExperts:
 
     @property
     def max_hold(self) -> int:
+        return self._num_experts
+
+    @property
+    def max_route(self) -> int:
         return self._num_experts
 
     def fetch(

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from runtime.checkpoint import torch_dtype
 from runtime.errors import UserError
-from runtime.experts.tensor_layout import Part
+from runtime.experts.tensor_runs import Part
 
 GROWTH_ROWS = 256  # buffers grow by at least this many
 

@@ -58,6 +58,10 @@ class DamagedExperts:
         return self._source.max_hold
 
     @property
+    def max_route(self) -> int:
+        return self._source.max_route
+
+    @property
     def record_nbytes(self) -> int:
         return self._source.record_nbytes
 

@@ -11,8 +11,8 @@ from kernels import reference_deepseek as ops
 from runtime.checkpoint import Checkpoint
 from runtime.experts.layout import ExpertKey
 from runtime.models.checks import FamilyChecks, relative_error
-from runtime.models.deepseek import DeepseekModel
 from runtime.models.deepseek_controls import CONTROLS, SUBTLE
+from runtime.models.deepseek_model import DeepseekModel
 from runtime.models.deepseek_weights import expert_prefix
 
 LOUDNESS = (1.0, 16.0, 64.0)  # of the rows: the limit of gate and up is met, too

@@ -24,7 +24,7 @@ from runtime.models.deepseek_state import Compressed, DeepseekState
 from runtime.models.graphs import Graphs
 
 if TYPE_CHECKING:
-    from runtime.models.deepseek import Attention, Block, DeepseekModel, HyperConnection
+    from runtime.models.deepseek_model import Attention, Block, DeepseekModel, HyperConnection
 
 
 class Decoder:

@@ -1,6 +1,6 @@
-"""The draft heads of DeepSeek-V4.1-Flash (DSpark), and exact greedy decoding with what they propose.
+"""The draft heads of DeepSeek-V4.1-Flash (DSpark).
 
-Owns the drafts' arithmetic, the taps that they read from the main model, and the way back from rejected rows. The
+Owns the drafts' arithmetic, the taps that they read from the main model, and their own way back from rejected rows. The
 stages are layers of the main model's kind: they run as a small model of their own. Only `with_drafts` knows files.
 
 Letters: T rows of this call, d hidden, S streams, D head size, V vocabulary, B rows of a draft block.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,77 +21,32 @@ from torch import Tensor
 from conf.schema import DraftsConfig, RunConfig
 from kernels import reference_deepseek as ops
 from runtime.checkpoint import Checkpoint
-from runtime.errors import UserError
+from runtime.drafts.heads import HeadedModel, Proposal
 from runtime.experts.reader import DirectReader
 from runtime.experts.shard_layout import ShardLayout
 from runtime.experts.streamer import ExpertSource, ExpertStreamer
-from runtime.models.deepseek import (
+from runtime.models.deepseek_attempt import DeepseekAttempt
+from runtime.models.deepseek_model import (
     Attention,
     Block,
     Choice,
-    Compressor,
     DeepseekModel,
     OpenExpert,
     fp8_matrix,
 )
-from runtime.models.deepseek_rows import EngramReader
 from runtime.models.deepseek_state import DeepseekState
 from runtime.models.deepseek_weights import DeepseekSpec, draft_expert_layout, draft_shapes
-from runtime.stats import ExpertCounters
 from runtime.units import GIB
 
-# ---- the main model, tapped and with a way back --------------------------------------------------------------------
+# ---- the main model, tapped -----------------------------------------------------------------------------------------
 
 
-class KeepingCompressor(Compressor):
-    """A compressor that remembers what it was given last."""
-
-    inputs: Tensor  # [T, d] bf16, at most a window of rows
-
-    def extend(self, u: Tensor, start: int, state: DeepseekState, cos: Tensor, sin: Tensor) -> None:
-        self.inputs = u[-self.spec.window :].clone()
-        super().extend(u, start, state, cos, sin)
-
-    def refill(self, tail: Tensor, u: Tensor, state: DeepseekState) -> None:
-        """Leave the half pair that rows u leave after `tail`."""
-        state.tails[self.layer] = tail
-        self._latents(u, state)
-
-
-class Step:
-    """One call of the main model over a few rows; `keep` takes back what is not accepted, before the next call."""
+class TappedAttempt(DeepseekAttempt):
+    """Tokens that may be taken back, and what the drafts read of them."""
 
     def __init__(self, model: TappedModel, tokens: Sequence[int], state: DeepseekState) -> None:
-        """tokens: at most a window of them."""
-        size = model.spec.window
-        if len(tokens) > size:
-            raise ValueError(
-                f"{len(tokens)} rows cannot be taken back from a window of {size} positions"
-            )
-        self.model, self.tokens, self.state = model, list(tokens), state
-        self.start, self.context = state.position, state.context
-        self.tails = dict(state.tails)  # replaced by the call, not written into
-        self.slots = torch.arange(self.start, self.start + len(tokens)) % size
-        self.overwritten = {layer: ring[self.slots] for layer, ring in state.windows.items()}
-        self.logits = model.prefill(self.tokens, state, all_logits=True)  # [T, V] fp32
+        super().__init__(model, tokens, state)
         self.taps = model.taps()  # [T, target layers * d] bf16
-        self.inputs = {source.layer: source.inputs for source in model.compressors}
-
-    @torch.inference_mode()
-    def keep(self, count: int) -> None:
-        """Leave the state as if only the first `count` rows had been fed."""
-        if count == len(self.tokens):
-            return
-        state, end = self.state, self.start + count
-        for layer, rows in self.overwritten.items():
-            state.windows[layer][self.slots[count:]] = rows[count:]
-        for source in self.model.compressors:
-            state.compressed[source.layer].length = end // source.ratio
-            if source.layer in self.tails:
-                inputs = self.inputs[source.layer][:count]
-                source.refill(self.tails[source.layer], inputs, state)
-        state.context = [*self.context, *self.tokens[:count]][-3:]
-        state.position = end
 
 
 class TappedModel(DeepseekModel):
@@ -100,25 +55,27 @@ class TappedModel(DeepseekModel):
     def __init__(self, spec: DeepseekSpec, weights: Mapping[str, Tensor], *rest: Any) -> None:
         """As DeepseekModel."""
         super().__init__(spec, weights, *rest)
-        self.compressors = [KeepingCompressor(weights, layer, spec) for layer in spec.kv_sources]
-        for compressor in self.compressors:
-            self.blocks[compressor.layer].attention.compressor = compressor
-        self._taps: dict[int, Tensor] = {}
+        self._taps: dict[int, list[Tensor]] = {}
 
-    def run_block(
+    def enter(
+        self, tokens: Sequence[int], state: DeepseekState
+    ) -> tuple[Tensor, Tensor, dict[int, Sequence[int]]]:
+        self._taps = {layer: [] for layer in self.spec.target_layers}
+        return super().enter(tokens, state)
+
+    def attend(
         self, block: Block, streams: Tensor, pre: Tensor, start: int, choice: Choice, state: DeepseekState
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         if block.layer in self.spec.target_layers:
-            self._taps[block.layer] = streams.float().mean(1).to(torch.bfloat16)
-        return super().run_block(block, streams, pre, start, choice, state)
+            self._taps[block.layer].append(streams.float().mean(1).to(torch.bfloat16))
+        return super().attend(block, streams, pre, start, choice, state)
 
     def taps(self) -> Tensor:
         """Return what the drafts read of the last call: [T, target layers * d] bf16."""
-        return torch.cat([self._taps[layer] for layer in self.spec.target_layers], dim=1)
+        return torch.cat([torch.cat(self._taps[layer]) for layer in self.spec.target_layers], dim=1)
 
-    def attempt(self, tokens: Sequence[int], state: DeepseekState) -> Step:
-        """Take in a few tokens that may be taken back: at most a window of them."""
-        return Step(self, tokens, state)
+    def attempt(self, tokens: Sequence[int], state: DeepseekState) -> TappedAttempt:
+        return TappedAttempt(self, tokens, state)
 
 
 # ---- the drafts ----------------------------------------------------------------------------------------------------
@@ -203,15 +160,6 @@ class DraftAttention(Attention):
         return entries, torch.arange(len(entries)).expand(len(kv), -1)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Proposal:
-    """What the drafts expect after a token."""
-
-    tokens: list[int]
-    logits: Tensor  # [len(tokens), V] fp32, with the bias of the token before
-    confidence: Tensor  # [len(tokens)] fp32, logits of "accepted if those before it are"
-
-
 class Drafts:
     """The draft heads. `seed` follows the main model; `propose` guesses what comes after a token."""
 
@@ -259,8 +207,9 @@ class Drafts:
         return DraftState(self.spec)
 
     @torch.inference_mode()
-    def seed(self, taps: Tensor, state: DraftState) -> None:
+    def seed(self, tokens: Sequence[int], taps: Tensor, state: DraftState) -> None:
         """Take in the taps [T, target layers * d] bf16 of the main positions that follow those known so far."""
+        del tokens  # the taps tell all
         kept = taps[-state.spec.window :]
         start = state.position + len(taps) - len(kept)
         main = ops.rms_norm(
@@ -301,188 +250,7 @@ class Drafts:
         return ops.hyper_read(streams, pre)
 
 
-# ---- greedy decoding -----------------------------------------------------------------------------------------------
-
-
-class DraftedState:
-    """One conversation: what the main model keeps, and the drafts' rings beside it."""
-
-    def __init__(self, main: DeepseekState, rings: DraftState) -> None:
-        self.main, self.rings = main, rings
-
-    @property
-    def position(self) -> int:
-        return self.main.position
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return a copy of everything that decides the next tokens and proposals, as flat tensors."""
-        rings = {f"drafts.{name}": tensor for name, tensor in self.rings.tensors().items()}
-        return self.main.tensors() | rings
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Become the conversation that `tensors` was copied from."""
-        self.main.restore(tensors)
-        self.rings.restore(
-            {
-                name.removeprefix("drafts."): tensor
-                for name, tensor in tensors.items()
-                if name.startswith("drafts.")
-            }
-        )
-
-
-class GreedyPass:
-    """One pass of the main model over a token and what the drafts guessed behind it, as far as greedy agrees."""
-
-    def __init__(self, step: Step, count: int, rings: DraftState) -> None:
-        """count: rows that stand."""
-        self._step, self._rings = step, rings
-        self.tokens = step.tokens[:count]  # that were fed
-        self.logits = step.logits[:count]  # [count, V] fp32, after each of them
-
-    def keep(self, count: int) -> None:
-        """Leave the state as if only the first `count` tokens, 1 or more, had been fed; before the next pass."""
-        self._step.keep(count)
-        self._rings.take_back(self._step.start + count)
-
-
-class DraftedModel:
-    """The text model and its drafts: prompts and tokens keep the drafts informed, `greedy_pass` asks them.
-
-    Drafts change how many tokens a greedy pass gives, and no token.
-    """
-
-    def __init__(
-        self, model: TappedModel, drafts: Drafts, depth: int, experts: ExpertSource | None = None
-    ) -> None:
-        """depth: guesses per pass, 0 to the drafts' block.  experts: those of both, to be counted and closed."""
-        if not 0 <= depth <= drafts.block:
-            raise ValueError(f"depth is {depth}, the drafts give up to {drafts.block}")
-        self.model, self.drafts, self.depth = model, drafts, depth
-        self.experts = model.experts if experts is None else experts
-        self.proposed = self.accepted = self.passes = 0
-
-    @property
-    def rows(self) -> EngramReader | None:
-        """The reader of Engram rows."""
-        return self.model.rows
-
-    @property
-    def device_wait_ns(self) -> int:
-        return self.model.device_wait_ns
-
-    @property
-    def dense_nbytes(self) -> int:
-        """Bytes that a pass without drafts reads at least."""
-        return self.model.dense_nbytes
-
-    def close(self) -> None:
-        """Close what the text model has open."""
-        self.model.close()
-
-    def new_state(self) -> DraftedState:
-        """Return the state of an empty conversation."""
-        return DraftedState(self.model.new_state(), self.drafts.new_state())
-
-    def prefill(
-        self,
-        tokens: Sequence[int],
-        state: DraftedState,
-        all_logits: bool = False,
-        after_layer: Callable[[], None] = lambda: None,
-    ) -> Tensor:
-        """As DeepseekModel."""
-        logits = self.model.prefill(tokens, state.main, all_logits, after_layer)
-        self.drafts.seed(self.model.taps(), state.rings)
-        return logits
-
-    def decode(self, token: int, state: DraftedState) -> Tensor:
-        """As DeepseekModel."""
-        logits = self.model.decode(token, state.main)
-        self.drafts.seed(self.model.taps(), state.rings)
-        return logits
-
-    def greedy_pass(
-        self,
-        token: int,
-        state: DraftedState,
-        limit: int,
-        stops: Collection[int] = (),
-        num_tokens: int | None = None,
-    ) -> GreedyPass:
-        """Feed `token`, drawn last, and guesses as long as greedy draws them: 1 to min(depth + 1, limit) rows stand.
-
-        limit: tokens still wanted.  stops: nothing is fed behind one.  num_tokens: of the vocabulary that are drawn.
-        """
-        room = self.model.max_positions - state.position
-        depth = max(0, min(self.depth, limit - 1, room - 1))
-        guesses = self.drafts.propose(token, state.rings, depth).tokens if depth else []
-        step = self.model.attempt([token, *guesses], state.main)
-        drawn = step.logits[:, :num_tokens].argmax(1).tolist()
-        count = 0
-        for guess, best in zip([*guesses, None], drawn, strict=True):
-            count += 1
-            if guess != best or best in stops:
-                break
-        step.keep(count)
-        self.drafts.seed(step.taps[:count], state.rings)
-        self.passes += 1
-        self.proposed += len(guesses)
-        self.accepted += sum(a == b for a, b in zip(guesses, drawn[:count], strict=False))
-        return GreedyPass(step, count, state.rings)
-
-
 # ---- opening --------------------------------------------------------------------------------------------------------
-
-
-class _BothExperts:
-    """The main model's experts as an engine sees them, with the drafts' counted and closed beside them."""
-
-    def __init__(self, main: ExpertSource, drafts: ExpertSource) -> None:
-        self._main, self._drafts = main, drafts
-        self.waves, self.ahead, self.fetch, self.sweep = (
-            main.waves,
-            main.ahead,
-            main.fetch,
-            main.sweep,
-        )
-
-    @property
-    def counters(self) -> ExpertCounters:
-        return self._main.counters.plus(self._drafts.counters)
-
-    @property
-    def max_hold(self) -> int:
-        return self._main.max_hold
-
-    @property
-    def record_nbytes(self) -> int:
-        return self._main.record_nbytes
-
-    def pin(self) -> None:
-        self._main.pin()
-
-    def forget(self) -> None:
-        self._main.forget()
-        self._drafts.forget()
-
-    def close(self) -> None:
-        self._main.close()
-        self._drafts.close()
-
-
-def check_drafts(spec: DeepseekSpec, config: DraftsConfig) -> None:
-    """Refuse drafts that this checkpoint does not have. Raises UserError."""
-    if not spec.num_drafts:
-        raise UserError(
-            "drafts.enabled=true, but this checkpoint has no draft heads (num_nextn_predict_layers is 0)",
-            "leave drafts.enabled out",
-        )
-    if config.depth is not None and config.depth > spec.dspark_block:
-        raise UserError(
-            f"drafts.depth is {config.depth}, this checkpoint's drafts give up to {spec.dspark_block} tokens",
-            f"set drafts.depth={spec.dspark_block} or less, or leave it out",
-        )
 
 
 def _rows(spec: DeepseekSpec, config: DraftsConfig, record_nbytes: int) -> tuple[int, int]:
@@ -501,7 +269,7 @@ def drafts_nbytes(checkpoint: Checkpoint, spec: DeepseekSpec, config: DraftsConf
 
 def with_drafts(
     model: TappedModel, checkpoint: Checkpoint, config: RunConfig, opener: Callable[[ShardLayout], OpenExpert]
-) -> DraftedModel:  # fmt: skip
+) -> HeadedModel:  # fmt: skip
     """Load the drafts beside the model that they read.  opener: makes what dequantises records of a layout."""
     spec = model.spec
     layout = draft_expert_layout(checkpoint, spec)
@@ -510,5 +278,4 @@ def with_drafts(
     reader = DirectReader(layout.files, config.hw.drive)
     experts = ExpertStreamer(layout, reader, kept, touched, 0)
     drafts = Drafts(model, weights, experts, opener(layout))
-    depth = spec.dspark_block if config.drafts.depth is None else config.drafts.depth
-    return DraftedModel(model, drafts, depth, _BothExperts(model.experts, experts))
+    return HeadedModel(model, drafts, experts)

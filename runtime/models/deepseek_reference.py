@@ -1,9 +1,8 @@
 """DeepSeek-V4.1-Flash computed by its own published code; only where weights come from is replaced.
 
-Before its Transformer is built, four classes are: experts come from an ExpertSource, Engram rows from the drive,
-embedding and head from RAM, and `wo_a` stays in FP8. So nothing large is allocated. Everything else is loaded into the
-parameters as the published converter would, and the published `forward` computes. It takes several tokens at the start
-of a conversation only; later ones go one by one.
+Its Transformer is built with the classes of `deepseek_replaced`, so that nothing large is allocated. Everything else is
+loaded into the parameters as the published converter would, and the published `forward` computes. It takes several
+tokens at the start of a conversation only; later ones go one by one.
 """
 
 from __future__ import annotations
@@ -12,22 +11,17 @@ import itertools
 import json
 import logging
 import math
-import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.schema import Kernels, RunConfig
-from kernels.formats import fp8_blocks_dequantize
 from runtime import hardware
 from runtime.budget import ModelSizes
 from runtime.checkpoint import Checkpoint, torch_dtype
@@ -35,12 +29,21 @@ from runtime.errors import UserError
 from runtime.experts.arena import HostArena
 from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
-from runtime.experts.slots import BatchedSource
 from runtime.experts.streamer import ExpertSource
 from runtime.models import deepseek_backends as backends
 from runtime.models.deepseek_engram import read_engram_tables
 from runtime.models.deepseek_package import Package, load_package
 from runtime.models.deepseek_probe import Finding, probe
+from runtime.models.deepseek_replaced import (
+    HEAD_ROWS,
+    KeptWeight,
+    Parts,
+    StreamedMoE,
+    expert_views,
+    plain_torch,
+    replace_classes,
+    torch_as,
+)
 from runtime.models.deepseek_rows import EngramReader
 from runtime.models.deepseek_weights import DeepseekSpec, resident_shapes
 
@@ -49,7 +52,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HEAD_ROWS = 8192  # of the head in VRAM at once
 # last part of a buffer's name -> whether its rows are positions (or groups of them), of which the first count
 STATE_BUFFERS = {
     "window_kv_cache": False,
@@ -59,264 +61,6 @@ STATE_BUFFERS = {
     "k_cache": True,
     "cache": True,
 }
-
-
-@contextmanager
-def _torch_as(dtype: torch.dtype, device: torch.device | str) -> Iterator[None]:
-    """Give torch another default dtype and device for a while."""
-    before = torch.get_default_dtype()
-    # the mode costs every call of torch a microsecond or two: not for what is so already
-    is_so = torch.get_default_device().type == torch.device(device).type
-    torch.set_default_dtype(dtype)
-    try:
-        with nullcontext() if is_so else torch.device(device):
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def plain_torch() -> Any:
-    """Return torch as this project knows it, to enter inside the published code."""
-    return _torch_as(torch.float32, "cpu")
-
-
-@dataclass(slots=True)
-class Parts:
-    """What the replaced classes share."""
-
-    package: Package
-    device: torch.device
-    layout: ShardLayout
-    experts: ExpertSource
-    rows: EngramReader
-    kernels: Kernels
-    row_ids: list[list[int]] | None = None  # of the call in work, per Engram layer
-    every_logits: bool = False  # of all tokens of a call, not only the last
-    logits: Tensor | None = None  # of the last call: [b, rows, vocab]
-    wait_ns: int = 0  # the host, for routes
-
-    def request_rows(self, ids: Tensor) -> None:
-        """Start reading: ids [1, s, Engram layers, columns]."""
-        per_layer = ids[0].transpose(0, 1).flatten(1).tolist()
-        with plain_torch():
-            self.rows.request(per_layer)
-
-
-# ---- the replaced classes -------------------------------------------------------------------------------------------
-
-
-class StreamedMoE(nn.Module):
-    """Router and shared expert as published; the routed ones through the expert source, added by ascending id."""
-
-    def __init__(self, parts: Parts, layer_id: int, args: Any) -> None:
-        super().__init__()
-        model = parts.package.model
-        sizes, limit = (args.dim, args.moe_inter_dim), args.swiglu_limit
-        self.parts, self.layer = parts, layer_id
-        self.gate = model.Gate(layer_id, args)
-        self.shared_experts = model.Expert(*sizes, swiglu_limit=limit)
-        with torch.device("meta"):  # its weights are views of records
-            expert = model.Expert(*sizes, dtype=torch.float4_e2m1fn_x2, swiglu_limit=limit)
-        self._expert = (expert,)  # in a tuple: no part of the model
-        self._next: tuple[Any, Tensor] | None = None  # (router after this one, ratio of norm gains)
-
-    def expect(self, after: StreamedMoE, norm: Tensor, next_norm: Tensor) -> None:
-        """Guess the next layer's experts from this layer's input."""
-        self._next = (after.gate, next_norm.float() / norm.float())
-
-    def forward(self, x: Tensor, image_mask: Tensor | None = None) -> Tensor:
-        """x: [b, s, d] bf16.  Returns the same shape."""
-        rows = x.reshape(-1, x.shape[-1])
-        weights, indices = self.gate(rows, image_mask)
-        started = time.perf_counter_ns()
-        ids = indices.tolist()  # the one trip to the host
-        self.parts.wait_ns += time.perf_counter_ns() - started
-        y = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-        if len(rows) == 1:
-            self._token(rows, weights, ids[0], y)
-        else:
-            self._prompt(rows, weights, indices, y)
-        y += self.shared_experts(rows)
-        return y.to(x.dtype).view(x.shape)
-
-    def _token(self, rows: Tensor, weights: Tensor, ids: list[int], y: Tensor) -> None:
-        found: dict[int, Tensor] = {}
-        with plain_torch():
-            waves = self.parts.experts.waves(self.layer, ids, self._guesses(rows))
-        while (wave := _next_wave(waves)) is not None:
-            for expert, record in wave:
-                place = ids.index(expert)
-                found[expert] = self._run(expert, record, rows, weights[:, place : place + 1])
-        for expert in sorted(found):
-            y += found[expert]
-
-    def _prompt(self, rows: Tensor, weights: Tensor, indices: Tensor, y: Tensor) -> None:
-        flat = indices.flatten()
-        order = flat.argsort(stable=True)
-        tokens, shares = order // indices.shape[1], weights.flatten()[order].unsqueeze(1)
-        touched, counts = (part.tolist() for part in flat.unique(return_counts=True))
-        pairs = zip(tokens.split(counts), shares.split(counts), strict=True)
-        with plain_torch():
-            waves = _prompt_waves(self.parts.experts, self.layer, touched)
-        while (wave := _next_wave(waves)) is not None:
-            for expert, record in wave:
-                at, share = next(pairs)
-                # no token is twice in `at`
-                y[at] += self._run(expert, record, rows[at], share)
-
-    def _guesses(self, rows: Tensor) -> Iterator[int]:
-        """Yield likely experts of the next layer, best first; computed when they are asked for."""
-        if self._next is None:
-            return
-        gate, ratio = self._next
-        with _torch_as(torch.bfloat16, self.parts.device):
-            _, ids = gate((rows.float() * ratio).to(rows.dtype), None)
-        yield from ids[0].tolist()
-
-    def _run(self, expert: int, record: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-        """Return the published Expert's output with the weights of a record: [n, d] bf16."""
-        parts, (module,) = self.parts, self._expert
-        # off an aligned address: TileLang's kernels load 16 bytes at once
-        is_moved = record.device != parts.device or parts.kernels is Kernels.tilelang
-        key, to = ExpertKey(self.layer, expert), parts.device if is_moved else None
-        matrices = expert_views(parts.layout, key, record, to)
-        for name, (weight, scale) in matrices.items():
-            weight.scale = scale  # type: ignore[attr-defined]
-            tensors = getattr(module, name)._parameters
-            tensors["weight"], tensors["scale"] = weight, scale
-        out: Tensor = module(rows, weights)
-        return out
-
-
-def _next_wave(waves: Iterator[list[tuple[int, Tensor]]]) -> list[tuple[int, Tensor]] | None:
-    with plain_torch():
-        return next(waves, None)
-
-
-def _prompt_waves(
-    experts: ExpertSource, layer: int, touched: Sequence[int]
-) -> Iterator[list[tuple[int, Tensor]]]:
-    if isinstance(experts, BatchedSource):
-        yield from experts.batches(layer, touched)
-    else:
-        for pair in experts.sweep(layer, touched):
-            yield [pair]
-
-
-def expert_views(
-    layout: ShardLayout, key: ExpertKey, record: Tensor, to: torch.device | None = None
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Cut a record [bytes] uint8: w1, w2, w3 -> (weight [N, K / 2] E2M1 pairs, scale [N, K / 32] E8M0).
-
-    to: where copies are made, each at an address of its own; None: views of the record.
-    """
-    at, scales_at = layout.payload_offsets(key)
-    nbytes, scales_nbytes = layout.shape.codes_nbytes, layout.shape.scales_nbytes
-    matrices = {}
-    for name, (rows, _) in layout.shape.matrices().items():
-        parts = [record[at : at + nbytes], record[scales_at : scales_at + scales_nbytes]]
-        if to is not None:
-            parts = [part.to(to, copy=True) for part in parts]
-        weight, scale = (part.view(rows, -1) for part in parts)
-        matrices[name] = (weight.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e8m0fnu))
-        at, scales_at = at + nbytes, scales_at + scales_nbytes
-    return matrices
-
-
-class RowsFromDrive(nn.Module):
-    """An Engram table: rows that were asked for when the token was known."""
-
-    def __init__(self, parts: Parts, num_embeddings: int, dim: int) -> None:
-        super().__init__()
-        self.parts, self.num_embeddings, self.dim = parts, num_embeddings, dim
-        self.layer = -1  # set when the model is built
-
-    def forward(self, indices: Tensor) -> Tensor:
-        """indices: [..., columns].  Returns [..., columns, dim] bf16."""
-        with plain_torch():
-            rows = self.parts.rows.collect(self.layer, indices.numel() // indices.shape[-1])
-        return rows.view(*indices.shape, self.dim).to(self.parts.device)
-
-
-class EmbeddingInRam(nn.Module):
-    """The embedding; `weight` [vocab, d] bf16 is given later."""
-
-    weight: Tensor
-
-    def __init__(self, parts: Parts, vocab_size: int, dim: int) -> None:
-        super().__init__()
-        self.parts, self.shape = parts, (vocab_size, dim)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids: [...].  Returns [..., d] on the device."""
-        return F.embedding(ids.cpu(), self.weight).to(self.parts.device)
-
-
-class HeadInRam(nn.Module):
-    """The head; `weight` [vocab, d] is given later: fp32 for a CPU, bf16 in pinned memory for a GPU."""
-
-    weight: Tensor
-
-    def __init__(self, parts: Parts, vocab_size: int, dim: int, *_eps: float) -> None:
-        super().__init__()
-        self.parts, self.shape = parts, (vocab_size, dim)
-
-    def forward(self, x: Tensor, full_logits: bool = False) -> Tensor:
-        """x: [b, s, d].  Returns fp32 logits [b, vocab] of the last position, or [b, s, vocab].
-
-        All that were computed stay in `parts.logits`.
-        """
-        x = x.unsqueeze(1) if x.dim() == 2 else x
-        rows = x if full_logits or self.parts.every_logits else x[:, -1:]
-        device = self.parts.device
-        if device.type == "cpu":
-            logits = F.linear(rows.float(), self.weight)
-        else:  # it passes through the GPU in pieces
-            pieces = self.weight.split(HEAD_ROWS)
-            products = [F.linear(rows.float(), part.to(device).float()) for part in pieces]
-            logits = torch.cat(products, dim=-1)
-        self.parts.logits = logits
-        return logits if full_logits else logits[:, -1]
-
-
-class KeptWeight(nn.Module):
-    """`wo_a`: kept in FP8, expanded by the converter's formula when it is read."""
-
-    def __init__(self, rows: int, columns: int) -> None:
-        super().__init__()
-        self.values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-        blocks = (-(-rows // 32), -(-columns // 32))
-        self.scale = torch.empty(blocks, dtype=torch.float8_e8m0fnu)
-
-    @property
-    def weight(self) -> Tensor:
-        """[rows, columns] bf16: fp32(value) times its block's scale, rounded once."""
-        return fp8_blocks_dequantize(self.values, self.scale).to(torch.bfloat16)
-
-
-def with_kept_weight(attention: Any) -> type:
-    """Return the published Attention with its `wo_a` in FP8."""
-
-    class KeptAttention(attention):  # type: ignore[misc]
-        def __init__(self, layer_id: int, args: Any) -> None:
-            super().__init__(layer_id, args)
-            rows, columns = self.wo_a.weight.shape
-            self.wo_a: Any = KeptWeight(rows, columns)
-
-    return KeptAttention
-
-
-def replace_classes(parts: Parts, kernels: Kernels) -> None:
-    """Let the published model be built of these classes, and call attention and mixing in parts."""
-    model = parts.package.model
-    model.MoE = partial(StreamedMoE, parts)
-    model.ParallelEngramEmbedding = partial(RowsFromDrive, parts)
-    model.ParallelEmbedding = partial(EmbeddingInRam, parts)
-    model.ParallelHead = partial(HeadInRam, parts)
-    model.Attention = with_kept_weight(model.Attention)
-    heads = backends.attention_heads(kernels, parts.device)
-    model.sparse_attn = backends.attention_in_parts(model.sparse_attn, heads)
-    model.Block.hc_post = backends.mixing_in_parts(model.Block.hc_post)
 
 
 # ---- building and loading -------------------------------------------------------------------------------------------
@@ -407,7 +151,7 @@ def load_parameters(model: Any, checkpoint: Checkpoint, spec: DeepseekSpec) -> N
 
 def build(parts: Parts, args: Any, tokenizer: FastTokenizer) -> Any:
     """Build the published Transformer on the device, of the replaced classes; parameters are not loaded yet."""
-    with _torch_as(torch.bfloat16, parts.device):
+    with torch_as(torch.bfloat16, parts.device):
         model = parts.package.model.Transformer(args, tokenizer)
     model.eval()
     model.requires_grad_(False)
@@ -539,7 +283,7 @@ class ReferenceModel:
     ) -> Tensor:
         self._bind(state)
         self.parts.every_logits, self._after_layer = all_logits, after_layer
-        with _torch_as(torch.bfloat16, self.device):
+        with torch_as(torch.bfloat16, self.device):
             ids = torch.tensor([tokens], dtype=torch.int64)
             self.transformer(ids, state.position)
         logits, self.parts.logits = self.parts.logits, None
@@ -552,16 +296,16 @@ class ReferenceModel:
     def expert_output(self, layer: int, expert: int, rows: Tensor, weights: Tensor) -> Tensor:
         """Return what the published Expert makes of rows [n, d] bf16 and weights [n, 1] fp32: [n, d] bf16."""
         moe: StreamedMoE = self.transformer.layers[layer].ffn
-        with torch.inference_mode(), _torch_as(torch.bfloat16, self.device):
+        with torch.inference_mode(), torch_as(torch.bfloat16, self.device):
             with plain_torch():
                 ((_, record),) = self.experts.fetch(layer, [expert])
-            return moe._run(expert, record, rows.to(self.device), weights.to(self.device))
+            return moe.run_expert(expert, record, rows.to(self.device), weights.to(self.device))
 
     def probe_kernels(self, kernel: Any) -> list[Finding]:
         """Compare kernels with plain torch on this checkpoint's weights: an FP8 one of layer 0, and an expert's."""
         first = self.transformer.layers[0]
         wq_a = first.attn.wq_a.weight
-        with torch.inference_mode(), _torch_as(torch.bfloat16, self.device):
+        with torch.inference_mode(), torch_as(torch.bfloat16, self.device):
             with plain_torch():
                 ((_, record),) = self.experts.fetch(0, [0])
             matrices = expert_views(self.parts.layout, ExpertKey(0, 0), record, self.device)

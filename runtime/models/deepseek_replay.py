@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference_deepseek as ops
-from runtime.models.deepseek import Block, Choice, DeepseekModel
+from runtime.models.deepseek_model import Block, Choice, DeepseekModel
 from runtime.models.deepseek_state import DeepseekState
 from runtime.models.deepseek_weights import DeepseekSpec
 
@@ -55,7 +55,7 @@ class BoundedModel(DeepseekModel):
     ) -> Tensor:
         spec, start = self.spec, state.position
         bounded, kept = first_bounded_layer(spec), spec.window
-        streams, pre, ids_of = self._enter(tokens, state)
+        streams, pre, ids_of = self.enter(tokens, state)
         parts = self._parts(len(tokens))
         choices = [Choice() for _ in parts]
         for block in self.blocks:

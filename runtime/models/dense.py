@@ -23,6 +23,7 @@ from conf.schema import RunConfig
 from kernels import reference as ops
 from runtime.budget import ModelSizes
 from runtime.checkpoint import Checkpoint
+from runtime.drafts.opening import has_heads
 from runtime.errors import UserError
 from runtime.experts.streamer import ExpertSource
 from runtime.models.buffers import NoRows, check_context, open_part
@@ -111,11 +112,15 @@ class DenseModel:
         hidden = self.embedding[torch.tensor(tokens, device=self.device)].to(self.dtype)
         state.begin(len(tokens))
         for layer, record in self.experts.sweep(0, range(spec.depth)):
-            hidden = self._block(layer, self.open_layer(layer, record), hidden, state, cos, sin)
+            hidden = self.block(layer, self.open_layer(layer, record), hidden, state, cos, sin)
             state.observe(layer, hidden)
             after_layer()
         state.end()
         return hidden
+
+    def attempt(self, tokens: Sequence[int], state: DenseState) -> DenseAttempt:
+        """Take in a few tokens that may be taken back, each as `decode` would, to the bit."""
+        return DenseAttempt(self, tokens, state)
 
     def open_layer(self, layer: int, record: Tensor) -> dict[str, Tensor]:
         """Cut a record into its tensors, widened to the dtype of the hidden states; gains are fp32."""
@@ -125,7 +130,7 @@ class DenseModel:
             out[part.name] = open_part(record, part).to(wanted)
         return out
 
-    def _block(
+    def block(
         self, layer: int, w: Mapping[str, Tensor], hidden: Tensor, state: KvState, cos: Tensor, sin: Tensor
     ) -> Tensor:  # fmt: skip
         """Run one layer.  hidden: [T, H].  Returns [T, H]."""
@@ -159,6 +164,41 @@ class DenseModel:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
+class DenseAttempt:
+    """Tokens that were taken in and may be taken back, before the next forward of the same conversation.
+
+    Every token goes through a layer alone, in the shapes of a single step, so that the bits are those of single steps;
+    each layer is read once for all. Full attention has no other state than its length.
+    """
+
+    def __init__(self, model: DenseModel, tokens: Sequence[int], state: DenseState) -> None:
+        self.tokens = list(tokens)
+        self._state, self._start = state, state.position
+        self.logits = self._run(model)  # [T, vocab] fp32
+
+    @torch.inference_mode()
+    def _run(self, model: DenseModel) -> Tensor:
+        spec, state = model.spec, self._state
+        places = range(self._start, self._start + len(self.tokens))
+        tables = [
+            rope_tables(torch.tensor([place]), spec.head_dim, spec.rope_theta) for place in places
+        ]
+        rows = [model.embedding[torch.tensor([token])].to(model.dtype) for token in self.tokens]
+        for layer, record in model.experts.sweep(0, range(spec.depth)):
+            weights = model.open_layer(layer, record)
+            for i, place in enumerate(places):
+                state.position = place
+                state.begin(1)
+                rows[i] = model.block(layer, weights, rows[i], state, *tables[i])
+                state.observe(layer, rows[i])
+        self.keep(len(self.tokens))
+        return torch.cat([model.logits(row) for row in rows])
+
+    def keep(self, count: int) -> None:
+        """Leave the state as if only the first `count` tokens had been fed."""
+        self._state.position = self._start + count
+
+
 # ---- what Engine.open asks of a family -----------------------------------------------------------------------------
 
 READS_IN_PLACE = False
@@ -173,8 +213,7 @@ def check_support(spec: DenseSpec, config: RunConfig, device: torch.device) -> N
     """Refuse what this engine cannot do for the model."""
     if device.type != "cpu":
         raise UserError("dense models run on the CPU only so far", "set hw=cpu")
-    if config.drafts.enabled:
-        raise UserError("drafts.enabled=true, but this family has no draft heads", "leave it out")
+    has_heads(config.drafts, 0)
     if config.serve.max_batch > 1:
         raise UserError(
             "serve.max_batch is for models with experts, this one decodes one conversation at a time",

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from runtime.checkpoint import Checkpoint, CheckpointError
 from runtime.errors import UserError
 from runtime.experts.layout import ExpertKey
-from runtime.experts.tensor_layout import Part, TensorLayout
+from runtime.experts.tensor_layout import TensorLayout
+from runtime.experts.tensor_runs import Part
 
 FLOATS = ("BF16", "F16", "F32")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")

@@ -316,7 +316,9 @@ def check_support(spec: Qwen3MoeSpec, config: RunConfig, device: torch.device) -
     """Refuse what this engine cannot do for the model. Both devices will do."""
     del device
     if config.drafts.enabled:
-        raise UserError("drafts.enabled=true, but this family has no draft heads", "leave it out")
+        raise UserError(
+            "drafts are not decoded by the qwen3_moe family yet", "leave out drafts.enabled"
+        )
     check_context(config.model.context_tokens, spec.max_positions)
 
 

@@ -9,8 +9,8 @@ from torch import Generator, Tensor
 
 from kernels import formats, reference
 from runtime.models.checks import FamilyChecks, relative_error
-from runtime.models.qwen import QwenModel
 from runtime.models.qwen_controls import CONTROLS
+from runtime.models.qwen_model import QwenModel
 
 
 def expert_error(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runtime.experts.layout import Nvfp4Shape
 from runtime.models.damage import damaged_experts, replaced
-from runtime.models.qwen import QwenModel
+from runtime.models.qwen_model import QwenModel
 
 
 def nibbles_swapped(model: QwenModel) -> AbstractContextManager[None]:

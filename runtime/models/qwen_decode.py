@@ -29,7 +29,7 @@ from runtime.models.graphs import Graphs
 from runtime.models.qwen_state import AttentionState, QwenState
 
 if TYPE_CHECKING:
-    from runtime.models.qwen import Attention, DeltaNet, QwenModel
+    from runtime.models.qwen_model import Attention, DeltaNet, QwenModel
 
 
 class Decoder:

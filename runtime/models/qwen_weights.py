@@ -191,6 +191,28 @@ class QwenSpec:
             shapes |= {f"{PREFIX}{at}{name}": shape for name, shape in block.items()}
         return shapes
 
+    def mtp_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return every tensor of the draft head (MTP) outside its experts: name less `mtp.` -> shape."""
+        h, d = self.hidden, self.streams * self.hidden
+        shapes: dict[str, tuple[int, ...]] = {
+            "fc_embedding.weight": (h, h),
+            "fc_hidden.weight": (h, h),
+            "pre_fc_norm_embedding.weight": (h,),
+            "pre_fc_norm_hidden.weight": (d,),
+        }
+        for name in ("hyper_connection_mixer", "attn_hyper_connection", "mlp_hyper_connection"):
+            is_block = name != "hyper_connection_mixer"
+            at = f"layers.0.{name}" if is_block else name
+            shapes |= {
+                f"{at}.hc_norm.weight": (d,),
+                f"{at}.input_mix_weight_down.weight": (self.lowrank, d),
+                f"{at}.input_mix_weight_up.weight": (d, self.lowrank),
+            }
+            if is_block:
+                shapes[f"{at}.block_inject_weight.weight"] = (self.streams, d)
+        block = self._attention_shapes() | self._moe_shapes()
+        return shapes | {f"layers.0.{name}": shape for name, shape in block.items()}
+
     def kept_shapes(self, has_fp8_rows: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return the tensors of the residents file as a release of BF16 gives them: name -> (dtype, shape)."""
         kept: dict[str, tuple[str, tuple[int, ...]]] = {}

@@ -495,7 +495,8 @@ def _engine_facts(engine: Engine) -> dict[str, Any]:
         "ram_cache_nbytes": plan.cache_nbytes,
         "vram_expert_nbytes": 0 if vram is None else vram.slots * vram.record_nbytes,
         "io_direct": engine.is_direct,
+        "drive_gib_s": engine.drive_gib_s,
         "prefill_tokens": engine.prefill_tokens,
-        "has_drafts": engine.drafting is not None,
+        "drafts": None if engine.drafting is None else engine.drafting.report(),
         "sampling": asdict(engine.default_sampling()),
     }

@@ -28,8 +28,8 @@ from runtime.experts.arena import HostArena
 from runtime.experts.copies import CudaCopier
 from runtime.experts.slots import SlotExperts, passing_slots
 from runtime.experts.streamer import ResidentExperts
-from runtime.models.qwen import QwenModel
 from runtime.models.qwen_decode import Decoder
+from runtime.models.qwen_model import QwenModel
 from runtime.models.qwen_weights import FP8_ROW_TAILS, PREFIX, QwenSpec
 from runtime.stats import ExpertCounters
 

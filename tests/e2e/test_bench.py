@@ -113,6 +113,23 @@ def test_the_same_tokens_with_and_without_a_cache(outputs, tmp_path):
     assert not (tmp_path / "bench.png").exists()
 
 
+def test_drafts_are_measured_beside_decoding_without_them(outputs, tmp_path):
+    plain = measured(outputs, tmp_path, "bench.tokens=20")
+    found = measured(outputs, tmp_path, "bench.tokens=20", "drafts.enabled=true", "drafts.depth=2")
+    drafted = found["drafted"]
+    wanted = plain["repeats"][0]["token_ids"]
+    for repeat in (*found["repeats"], *drafted["plain"]["repeats"]):
+        assert repeat["token_ids"] == wanted
+    assert found["is_repeatable"]
+    assert drafted["source"] == "lookup"
+    assert sum(depth["passes"] for depth in drafted["gate"]["depths"]) == drafted["passes"]
+    assert drafted["plain"]["total"]["tokens_per_pass"] == 1
+    passes = sum(len(r["tokens"]) + len(r["warmup"]) for r in found["repeats"])
+    assert drafted["passes"] == passes
+    assert passes + drafted["accepted"] == 2 * 22
+    assert plain["drafted"] is None
+
+
 def test_conversations_decoded_together(outputs, tmp_path, capsys):
     """Each decodes what it decodes alone; the table counts all their tokens."""
     alone = [

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import platform
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from tiny_setup import make_runner
 
-from runtime import drives, hardware
-from runtime.drives import DriveRate, Mount
+from runtime import cgroups, drives, hardware
+from runtime.drives import DriveRate
 from runtime.errors import UserError
+from runtime.mounts import Mount
 from runtime.units import GIB
 from stages import doctor, opening
 from stages.core import Runner
 from stages.doctor import Report
+from stages.doctor_record import Record
 
 SHORT = ("hw=cpu", "doctor.each_s=0.02", "doctor.sustained_s=0", "doctor.probe_gib=0.1")
 
@@ -155,14 +156,54 @@ def test_known_bad_software(monkeypatch, versions, capability, what, verdict):
     assert rows(report).get(what, (None,))[0] == verdict
 
 
+@pytest.mark.parametrize(
+    ("number", "verdict"), [("float8_e8m0fnu", "bad"), ("float4_e2m1fn_x2", "warn")]
+)
+def test_a_torch_without_small_numbers(monkeypatch, number, verdict):
+    import torch
+
+    monkeypatch.delattr(torch, number)
+    report = Report()
+    doctor.check_software(report, has_gpu=False)
+    assert rows(report)["software: torch"][0] == verdict
+
+
 def test_swap_and_a_cpu_quota_are_warned_of(monkeypatch):
     monkeypatch.setattr(hardware, "swap_used_nbytes", lambda: 2 * GIB)
-    monkeypatch.setattr(hardware, "cpu_quota", lambda: 0.5)
+    monkeypatch.setattr(cgroups, "cpu_quota", lambda: 0.5)
     report = Report()
     doctor.check_memory(report, [])
     doctor.check_cores(report)
     assert rows(report)["memory: swap"][0] == "warn"
     assert rows(report)["CPU: container"][0] == "warn"
+
+
+@pytest.mark.parametrize(
+    ("granted", "verdict", "said"),
+    [(2**40, "ok", "256.00 MiB of 256.00 MiB"), (130 * 2**20, "warn", "64.00 MiB of 256.00 MiB"), (1, "bad", "0 B of")],
+)  # fmt: skip
+def test_how_much_may_be_pinned(granted, verdict, said):
+    class System:
+        used = 0
+
+        def register(self, _address: int, nbytes: int) -> bool:
+            if System.used + nbytes > granted:
+                return False
+            System.used += nbytes
+            return True
+
+        def unregister(self, _address: int) -> None:
+            """Nothing to undo."""
+
+        def check(self) -> None:
+            """All is well."""
+
+    System.used = 0
+    report = Report()
+    doctor.check_pinning(report, 256 * 2**20, System())
+    (found,) = report.findings
+    assert (found.verdict, said in found.value) == (verdict, True)
+    assert ("shrinks" in found.advice) == (verdict != "ok")
 
 
 def test_a_narrow_link_of_the_card(tmp_path):
@@ -250,12 +291,10 @@ def test_no_kernel_is_checked_where_plain_torch_computes_the_experts(family):
     assert expert_error(family, SimpleNamespace(hidden=256, intermediate=96)) is None
 
 
-def test_a_rate_that_moved_since_the_last_time_is_said(tmp_path):
+def test_a_rate_that_moved_since_the_last_time_is_said():
     rates = {"drive_gib_s": 2.0, "ram_gib_s": 30.0}
-    before = {"when": "2026-11-30T09:05:18Z", "host": platform.node(), "model": "tiny"}
-    before["rates"] = rates
-    (tmp_path / "doctor.json").write_text(json.dumps(before))
+    before = Record(rates, "2026-11-30T09:05:18Z", model="tiny")
     report = Report(rates={"drive_gib_s": 1.5, "ram_gib_s": 31.0})
-    assert doctor.check_steadiness(report, tmp_path, "tiny") == ["drive_gib_s"]
+    assert doctor.check_steadiness(report, before, "tiny") == ["drive_gib_s"]
     assert rows(report)["steady: drive_gib_s"][0] == "warn"
-    assert doctor.check_steadiness(Report(rates={"drive_gib_s": 1.9}), tmp_path, "tiny") == []
+    assert doctor.check_steadiness(Report(rates={"drive_gib_s": 1.9}), before, "tiny") == []

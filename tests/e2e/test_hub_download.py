@@ -287,13 +287,14 @@ def free_disk(monkeypatch, nbytes: int) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(2**40, 2**40, nbytes))
 
 
-def test_too_little_disk_is_said_before_the_first_byte(machine, hub, monkeypatch):
+def test_too_little_disk_is_said_before_the_first_byte(machine, hub, monkeypatch, fault_row):
     free_disk(monkeypatch, 64 * 2**20 + 500_000)
     with pytest.raises(UserError) as caught:
         machine.download()
     assert "download" in caught.value.message
     assert "paths.hub" in caught.value.hint
     assert {name for name, _ in hub.requests} == {"listing"}
+    fault_row("too little disk for a download", caught.value.message, "not a byte fetched")
 
 
 def test_only_what_is_missing_counts_as_needed(machine, hub, monkeypatch):
@@ -346,7 +347,7 @@ def test_a_disk_that_is_full_after_all(machine, hub, fault_row):
     fault_row("no room for the file to grow", caught.value.message, "kept, and goes on")
 
 
-def test_a_cache_without_file_locks(machine, monkeypatch):
+def test_a_cache_without_file_locks(machine, monkeypatch, fault_row):
     real = fcntl.flock
 
     def flock(fd, flags):
@@ -359,6 +360,7 @@ def test_a_cache_without_file_locks(machine, monkeypatch):
         machine.download()
     assert "has no file locks: Function not implemented" in caught.value.message
     assert "paths.hub=DIR" in caught.value.hint
+    fault_row("a hub cache without file locks", caught.value.message, "said at the first file")
 
 
 def test_pauses_grow_and_have_an_end():
@@ -416,7 +418,7 @@ def test_a_damaged_file_offline_is_an_error_that_names_both_hashes(machine, monk
     assert blob.name in caught.value.message
 
 
-def test_offline_with_files_missing_says_which(machine, monkeypatch):
+def test_offline_with_files_missing_says_which(machine, monkeypatch, fault_row):
     machine.download()
     machine.blob(BIG).unlink()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -424,6 +426,7 @@ def test_offline_with_files_missing_says_which(machine, monkeypatch):
         machine.download()
     assert BIG in caught.value.message
     assert "HF_HUB_OFFLINE" in caught.value.hint
+    fault_row("a file is missing and HF_HUB_OFFLINE is set", caught.value.message, "the rest is kept")  # fmt: skip
 
 
 def test_offline_without_anything(machine, monkeypatch, hub):
@@ -433,7 +436,7 @@ def test_offline_without_anything(machine, monkeypatch, hub):
     assert hub.requests == []
 
 
-def test_a_cache_that_may_only_be_read(machine, hub):
+def test_a_cache_that_may_only_be_read(machine, hub, fault_row):
     """Complete, on a read-only mount, as another user's cache is: nothing is written there."""
     machine.download()
     folders = [p for p in (machine.cache, *machine.cache.rglob("*")) if p.is_dir()]
@@ -443,6 +446,7 @@ def test_a_cache_that_may_only_be_read(machine, hub):
     try:
         assert machine.download(artifacts="elsewhere") == wanted(hub)
         assert sorted(str(p) for p in machine.cache.rglob("*")) == before
+        fault_row("a hub cache that may only be read", "no links made in it", "used as it is")
     finally:
         for folder in folders:
             folder.chmod(0o755)
@@ -609,7 +613,7 @@ def test_a_fault_that_lasts(machine, hub, fault_row, what, name, fault, said):
     fault_row(what, caught.value.message, "the rest is kept; the same command again ends well")
 
 
-def test_nobody_answers(machine, hub, monkeypatch):
+def test_nobody_answers(machine, hub, monkeypatch, fault_row):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError) as caught:
         machine.download()
@@ -619,6 +623,7 @@ def test_nobody_answers(machine, hub, monkeypatch):
     machine.download()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert machine.download(artifacts="elsewhere") == wanted(hub), "the cache holds all that is needed"  # fmt: skip
+    fault_row("the hub does not answer", caught.value.message, "what the cache has is used")
 
 
 @pytest.mark.parametrize("endpoint", ["huggingface.co", "ftp://x", "http://[::1"])
@@ -629,10 +634,11 @@ def test_an_endpoint_that_is_no_address(machine, monkeypatch, endpoint):
     assert machine.pauses == []
 
 
-def test_something_that_is_no_hub(machine, hub, monkeypatch):
+def test_something_that_is_no_hub(machine, hub, monkeypatch, fault_row):
     monkeypatch.setattr(HubServer, "listing", lambda *_: {"log in": "please"})
-    with pytest.raises(UserError, match="not as the Hugging Face hub does"):
+    with pytest.raises(UserError, match="not as the Hugging Face hub does") as caught:
         machine.download()
+    fault_row("a log-in page in the place of the hub", caught.value.message, "nothing is fetched")
 
 
 @pytest.mark.parametrize("path", ["../../escaped.json", "/etc/escaped.json", "a/../../b.json"])

@@ -13,8 +13,16 @@ from tiny_setup import make_runner
 from runtime import hardware
 from runtime.engine import EngineFiles
 from runtime.errors import UserError
+from runtime.mounts import find_mount
 from stages.core import Runner
-from stages.doctor_record import RECORD_NAME
+from stages.doctor_record import (
+    RECORD_NAME,
+    drive_identity,
+    expert_folder,
+    machine_identity,
+    merged_drives,
+    read_record,
+)
 
 CACHE_16_GB = "cache.ram_gib=14.901"  # the published runs count caches in 10**9 bytes
 PUBLISHED = [  # (model, cache, tok/s): runs on the machine that conf/hw/rtx5060.yaml describes
@@ -77,20 +85,108 @@ def test_a_machine_that_is_too_small_is_told_by_how_much(tmp_path, capsys, overr
     assert json.loads((tmp_path / "plan.json").read_text())["does_not_fit"]
 
 
-def test_rates_come_from_the_doctor_of_this_machine(tmp_path, capsys):
+@pytest.fixture
+def measured(tmp_path):
+    """A runner on hw=cpu, and a function that changes parts of a record of this machine and writes it."""
     runner = make_runner(tmp_path, "hw=cpu")
-    assert "tok_s" not in plan(runner, tmp_path)
-    assert "run stages=[doctor]" in capsys.readouterr().out
-    record = {"host": "another", "when": "today", "rates": {"drive_gib_s": 2.0, "ram_gib_s": 10.0}}
-    path = runner.root.parent / RECORD_NAME
-    path.write_text(json.dumps(record))
-    assert "tok_s" not in plan(runner, tmp_path), "a folder that was carried here from another machine"  # fmt: skip
-    import platform
+    drive = {
+        "identity": drive_identity(find_mount(expert_folder(runner))), "record_nbytes": 24576,
+        "when": "today", "drive_gib_s": 2.0, "drive_sustained_gib_s": 2.0,
+    }  # fmt: skip
 
-    path.write_text(json.dumps(record | {"host": platform.node()}))
-    found = plan(runner, tmp_path)
-    assert found["lines"][-1]["inputs"]["disk_bw"] == 2 * 2**30
+    def write(machine=(), drives=None, rates=()) -> Runner:
+        record = {
+            "when": "today", "machine": machine_identity() | dict(machine),
+            "rates": {"drive_gib_s": 9.0, "ram_gib_s": 10.0} | dict(rates),
+            "drives": [drive | change for change in ([{}] if drives is None else drives)],
+        }  # fmt: skip
+        path = runner.root.parent / RECORD_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record))
+        return runner
+
+    return write
+
+
+def used_drive(found: dict) -> float:
+    return found["lines"][-1]["inputs"]["disk_bw"] / 2**30
+
+
+def test_rates_come_from_the_doctor_of_this_machine(tmp_path, capsys, measured):
+    assert "tok_s" not in plan(make_runner(tmp_path, "hw=cpu"), tmp_path)
+    assert "run stages=[doctor]" in capsys.readouterr().out
+    assert used_drive(plan(measured(), tmp_path)) == 2.0
     assert "measured by doctor on today" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        ({"cpu": "An Older Processor"}, "cpu An Older Processor -> "),
+        ({"ram_nbytes": 2**43}, "RAM 8.00 TiB -> "),
+        ({"gpus": ["A Card", "A Card"]}, "gpus A Card and A Card -> none"),
+    ],
+)
+def test_a_record_of_another_machine_is_not_used_and_told(tmp_path, caplog, measured, machine, said):  # fmt: skip
+    if machine_identity()["gpus"] and "gpus" in machine:
+        said = "gpus A Card and A Card -> "
+    assert "tok_s" not in plan(measured(machine), tmp_path)
+    assert "is of another machine" in caplog.text
+    assert said in caplog.text
+
+
+def test_ram_that_a_new_kernel_counts_otherwise_is_the_same_machine(tmp_path, measured):
+    ram = machine_identity()["ram_nbytes"]
+    assert used_drive(plan(measured({"ram_nbytes": int(ram * 1.02)}), tmp_path)) == 2.0
+
+
+def test_another_drive_is_told_and_its_rate_not_used(tmp_path, caplog, measured):
+    old = {"filesystem": "xfs", "model": "Old Drive", "link": "8.0 GT/s PCIe x4"}
+    assert "tok_s" not in plan(measured(drives=[{"identity": old}]), tmp_path)
+    assert "is not on the drive that doctor measured" in caplog.text
+    assert "(xfs, Old Drive, 8.0 GT/s PCIe x4 -> " in caplog.text
+    # memory's rate still holds: only the drive's is missing
+    runner = measured(drives=[{"identity": old}])
+    runner.cfg.hw.rates.drive_gib_s = 3.0
+    found = plan(runner, tmp_path)
+    assert used_drive(found) == 3.0
+    (line,) = (line for line in found["lines"] if "mem_bw" in line["inputs"])
+    assert line["inputs"]["mem_bw"] == 10 * 2**30
+
+
+def test_each_size_of_reads_has_its_own_rate(tmp_path, caplog, measured):
+    large = {"record_nbytes": 2**22, "drive_gib_s": 5.0}
+    assert used_drive(plan(measured(drives=[{}, large]), tmp_path)) == 2.0
+    assert not caplog.text
+    assert used_drive(plan(measured(drives=[large]), tmp_path)) == 5.0
+    assert "measured with reads of 4.00 MiB, this model's are of 24,576 B" in caplog.text
+
+
+def test_a_record_that_cannot_be_read(tmp_path, caplog, measured):
+    runner = measured()
+    for text in ("", "{}", "[1]", '{"rates": 1}'):
+        (runner.root.parent / RECORD_NAME).write_text(text)
+        caplog.clear()
+        assert "tok_s" not in plan(runner, tmp_path)
+        assert "cannot be used" in caplog.text
+
+
+def test_a_machine_that_is_not_this_one_does_not_get_its_rates(tmp_path, capsys, measured):
+    runner = measured()
+    runner.cfg.hw.ram_gib = 100_000.0
+    assert "tok_s" not in plan(runner, tmp_path)
+    assert "describes another machine than this one" in capsys.readouterr().out
+
+
+def test_an_earlier_record_is_completed(tmp_path, measured):
+    runner = measured(drives=[{}, {"record_nbytes": 2**22}], rates={"pcie_gib_s": 20.0})
+    path = runner.root.parent / RECORD_NAME
+    drive = json.loads(path.read_text())["drives"][0]
+    assert merged_drives(path, drive | {"drive_gib_s": 7.0})[-1]["drive_gib_s"] == 7.0
+    assert len(merged_drives(path, drive | {"drive_gib_s": 7.0})) == 2
+    assert len(merged_drives(path, drive | {"record_nbytes": 1})) == 3
+    assert merged_drives(tmp_path / "nowhere", drive) == [drive]
+    assert read_record(runner).rates["pcie_gib_s"] == 20.0
 
 
 def test_planned_sizes_are_those_of_an_engine(tiny_files, make_config):

@@ -176,7 +176,7 @@ def killed(tmp_path_factory) -> list[dict]:
     return json.loads(done.stdout)
 
 
-def test_sigkill_anywhere_costs_at_most_one_unit_and_no_byte(killed, outputs):
+def test_sigkill_anywhere_costs_at_most_one_unit_and_no_byte(killed, outputs, fault_row):
     runner = make_runner(outputs)
     assert {entry["stage"] for entry in killed} == {"repack", "residents"}
     wanted = {
@@ -200,9 +200,13 @@ def test_sigkill_anywhere_costs_at_most_one_unit_and_no_byte(killed, outputs):
         )
         assert entry["units_run"] == total - done, where
         assert entry["files"] == wanted[entry["stage"]], where
+    fault_row(
+        f"kill -9 in {len(killed)} places of repack and residents", "resume: N of M units are done",
+        "the same bytes as without",
+    )  # fmt: skip
 
 
-def test_a_full_disk_when_the_room_is_taken(outputs, tmp_path, monkeypatch):
+def test_a_full_disk_when_the_room_is_taken(outputs, tmp_path, monkeypatch, fault_row):
     def no_room(_fd: int, _offset: int, _nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -218,9 +222,10 @@ def test_a_full_disk_when_the_room_is_taken(outputs, tmp_path, monkeypatch):
         assert (
             runner.find(stage).record["digest"] == make_runner(outputs).find(stage).record["digest"]
         )
+    fault_row("the disk is full when room is taken", caught.value.message, "then it ends well")
 
 
-def test_too_little_disk_is_said_with_numbers_before_repacking(tmp_path, monkeypatch):
+def test_too_little_disk_is_said_with_numbers_before_repacking(tmp_path, monkeypatch, fault_row):  # fmt: skip
     usage = shutil.disk_usage(tmp_path)._replace(free=70 * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
     runner = make_runner(tmp_path)
@@ -231,6 +236,7 @@ def test_too_little_disk_is_said_with_numbers_before_repacking(tmp_path, monkeyp
     assert "repack 12.02 MiB" in caught.value.message
     assert "residents 12.3" in caught.value.message
     assert not [path for path in runner.root.rglob("*") if path.name.startswith("experts")]
+    fault_row("too little disk for the set-up", caught.value.message, "not a byte written")
 
 
 # ---- damage ------------------------------------------------------------------------------------------------------
@@ -279,7 +285,7 @@ def test_one_flipped_bit_is_found_and_named(
     assert caught.value.exit_code == 3
 
 
-def test_damage_between_the_samples_is_found_and_the_hint_mends_it(copy_of_outputs):
+def test_damage_between_the_samples_is_found_and_the_hint_mends_it(copy_of_outputs, fault_row):
     """Through the runner, at a place that its samples do not see; then the hint's command is typed."""
     runner = make_runner(copy_of_outputs, "spot_check.experts=all")
     path = runner.find("repack").root / "experts.bin"
@@ -287,11 +293,14 @@ def test_damage_between_the_samples_is_found_and_the_hint_mends_it(copy_of_outpu
         f.seek(100 * RECORD + 5)
         f.write(b"\xa5\x5a")
     assert runner.decide("repack").action == "skip"
-    with pytest.raises(VerificationError, match=r"layer 1, expert 36, gate codes, byte [56]:"):
+    with pytest.raises(
+        VerificationError, match=r"layer 1, expert 36, gate codes, byte [56]:"
+    ) as caught:
         runner.run(["spot_check"])
     assert runner.find("spot_check") is None, "no record of a check that failed"
     make_runner(copy_of_outputs, "spot_check.experts=all", "force=[repack]").run(["spot_check"])
     assert runner.find("spot_check").facts["experts"] == 512
+    fault_row("two bytes of the pack change", caught.value.message, "repacked, right again")
 
 
 @pytest.mark.parametrize(
@@ -314,15 +323,16 @@ def test_wrong_scalars_and_checksums_are_found(copy_of_outputs, tmp_path, file, 
         check_pack(runner, tmp_path / "out")
 
 
-def test_a_shortened_pack(copy_of_outputs, tmp_path):
+def test_a_shortened_pack(copy_of_outputs, tmp_path, fault_row):
     runner = make_runner(copy_of_outputs)
     path = runner.find("repack").root / "experts.bin"
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(
         UserError, match=r"experts\.bin has 12,582,911 bytes, 12,582,912 were written"
-    ):
+    ) as caught:
         check_pack(runner, tmp_path / "out")
     assert runner.decide("repack").action == "run"
+    fault_row("the pack is one byte short", caught.value.message, "repacked at the next run")
 
 
 @pytest.mark.parametrize("wanted", [1, 8, 64, 511, 512, 9999])

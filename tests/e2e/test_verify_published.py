@@ -148,7 +148,7 @@ def test_the_script_for_a_real_snapshot(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stderr
-    for number in range(1, 8):
+    for number in range(1, 9):
         assert f"-- {number} " in done.stdout
     assert "RED" not in done.stdout
     assert "prompt of 129, 8 decoded: the same bits" in done.stdout

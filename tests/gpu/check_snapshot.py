@@ -7,11 +7,13 @@ small card all of it takes long: --quick leaves out the long prompts and decodin
 
 1 header table  2 kernel probe  3 one expert, and layers against the native arithmetic  4 Engram constants and row ids
 5 tokens: plain path against every speed-up  6 prompt lengths, and decoding across limits  7 restored conversations
+8 prompts as strings against the snapshot's own encoder
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +25,7 @@ import torch
 from tiny_setup import make_runner
 
 from runtime.checkpoint import Checkpoint
+from runtime.deepseek_text import encode_messages, read_tools_block
 from runtime.errors import UserError
 from runtime.experts.plain import PlainExperts
 from runtime.models import deepseek_engram as engram
@@ -121,8 +124,80 @@ def state_rows(case: Case, _is_release: bool) -> Iterator[Row]:
     yield from rows.state_rows(case)
 
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a town.",
+        "parameters": {
+            "type": "object",
+            "properties": {"town": {"type": "string"}},
+            "required": ["town"],
+        },
+    },
+}
+CALL = {
+    "id": "call_0",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"town": "Ghent"}'},
+}
+ASKED = [{"role": "user", "content": "Who are you?"}]
+ANSWERED = [
+    *ASKED,
+    {"role": "assistant", "reasoning_content": "A greeting.", "content": "A model."},
+]
+CONVERSATIONS = {
+    "one question": ASKED,
+    "a leading system text": [{"role": "system", "content": "Be brief."}, *ASKED],
+    "a second question": [*ANSWERED, {"role": "user", "content": "And who am I?"}],
+    "two user messages in a row": [*ASKED, {"role": "user", "content": "Answer in Dutch."}],
+    "a later system text": [*ANSWERED, {"role": "system", "content": "Be rude."}],
+}
+WITH_TOOLS = [
+    {"role": "user", "content": "Is it raining?"},
+    {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_0", "content": "Yes."},
+]
+
+
+def encoder_rows(case: Case, is_release: bool) -> Iterator[Row]:
+    """8: the snapshot's encoding/encoding.py is run; the prompts that it makes, against ours."""
+    path = case.files.snapshot / "encoding" / "encoding.py"
+    if not path.is_file():
+        wanted = "encoding/encoding.py" if is_release else "none"
+        yield Row("the snapshot's encoder", "none", wanted, not is_release)
+        return
+    module_spec = importlib.util.spec_from_file_location("snapshot_encoding", path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    encoder = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(encoder)
+    texts = {
+        f"{name}, {mode}": (messages, mode, None, encode_messages(messages, mode == "thinking"))
+        for name, messages in CONVERSATIONS.items()
+        for mode in ("chat", "thinking")
+    }
+    for effort in ("low", "max"):
+        ours = encode_messages(ASKED, True, effort)
+        texts[f"effort {effort}"] = (ASKED, "thinking", effort, ours)
+    block = read_tools_block(path.read_text())
+    offered = [{"role": "system", "content": "", "tools": [TOOL]}, *WITH_TOOLS]
+    for mode in ("chat", "thinking"):
+        ours = encode_messages(WITH_TOOLS, mode == "thinking", tools=[TOOL], tools_block=block)
+        texts[f"a tool, its call and result, {mode}"] = (offered, mode, None, ours)
+    for name, (messages, mode, effort, ours) in texts.items():
+        more = {} if effort is None else {"reasoning_effort": effort}
+        try:
+            theirs = encoder.encode_messages(messages, thinking_mode=mode, **more)
+        except (TypeError, KeyError, ValueError) as error:  # its signature was found, not published
+            theirs = f"{type(error).__name__}: {error}"
+        found = "the same" if ours == theirs else f"ours {ours!r}, theirs {theirs!r}"
+        yield Row(f"prompt, {name}", found, "the snapshot's encoder's", ours == theirs)
+
+
 CHECKS: tuple[Callable[[Case, bool], Iterator[Row]], ...] = (
     header_rows, kernel_rows, layer_rows, engram_rows, token_rows, length_rows, state_rows,
+    encoder_rows,
 )  # fmt: skip
 
 

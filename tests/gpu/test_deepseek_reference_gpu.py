@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from tests.parity.deepseek_golden import (
     row_errors,
     wanted_logits,
 )
-from tests.standin import flat_config, make_patched, make_snapshot
+from tests.standin import make_patched, make_published, make_snapshot
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 from tiny_setup import make_runner
@@ -139,10 +138,7 @@ def test_layers_of_the_released_shape(tmp_path_factory):
     runner = make_runner(outputs, *overrides, "hw=cpu")
     runner.run(["download"])
     source = snapshot_of(runner.find("download"))
-    code = make_snapshot(outputs / "code") / "inference"
-    flat = flat_config(json.loads((source / "config.json").read_text()))
-    (code / "config.json").write_text(json.dumps(flat))
-    files = EngineFiles(source, published=make_patched(code.parent, outputs / "patched"))
+    files = EngineFiles(source, published=make_published(source, outputs))
     tokens = torch.randint(
         1000, 100_000, (148,), generator=torch.Generator().manual_seed(0)
     ).tolist()

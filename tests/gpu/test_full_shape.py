@@ -13,8 +13,8 @@ from runtime.experts.arena import HostArena
 from runtime.experts.copies import CudaCopier
 from runtime.experts.slots import SlotExperts, passing_slots
 from runtime.experts.streamer import ResidentExperts
-from runtime.models.qwen import QwenModel
 from runtime.models.qwen_decode import Decoder
+from runtime.models.qwen_model import QwenModel
 from runtime.stats import ExpertCounters
 from tests.bench.bench_full_shape import RECORD_NBYTES, full_spec, random_weights
 

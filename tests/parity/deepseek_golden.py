@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from runtime.experts.layout import ExpertKey
-from runtime.models import deepseek
-from runtime.models.deepseek import Choice, DeepseekModel
+from runtime.models import deepseek_model
 from runtime.models.deepseek_engram import EngramHash, build_token_map, dequantize_rows
+from runtime.models.deepseek_model import Choice, DeepseekModel
 from runtime.models.deepseek_weights import DeepseekSpec, expert_prefix
 from runtime.stats import ExpertCounters
 
@@ -59,6 +59,8 @@ class MemoryExperts:
     seed: of the order of arrival; None for the order asked for.
     """
 
+    max_route = 10**6
+
     def __init__(self, weights, seed=None):
         self.weights, self.counters = weights, ExpertCounters()
         self.random = None if seed is None else random.Random(seed)
@@ -93,7 +95,7 @@ def open_record(spec, key, record):
     sizes = [(n, k // 2) for n, k in shapes] + [(n, k // 32) for n, k in shapes]
     pieces = record.split([n * k for n, k in sizes])
     tensors = [piece.view(size) for piece, size in zip(pieces, sizes, strict=True)]
-    return deepseek.expert_matrices(tensors[:3], tensors[3:])
+    return deepseek_model.expert_matrices(tensors[:3], tensors[3:])
 
 
 def make_model(folder=GOLDEN / "checkpoint", seed=None, spec=None):

@@ -9,7 +9,7 @@ import torch
 
 from kernels.deepseek_prompt import Fp8Weight
 from runtime.experts.layout import ExpertKey
-from runtime.models import deepseek
+from runtime.models import deepseek_model
 from runtime.models.deepseek_decode import Decoder
 from tests.parity import deepseek_golden as golden
 
@@ -63,7 +63,7 @@ def packed_model(monkeypatch, num_guesses=0):
     def stored(weights, name):
         return Fp8Weight(weights[f"{name}.weight"], weights[f"{name}.scale"])
 
-    monkeypatch.setattr(deepseek, "fp8_matrix", stored)
+    monkeypatch.setattr(deepseek_model, "fp8_matrix", stored)
     model = golden.make_model()
     model.num_guesses = num_guesses
     cut = model.open_expert

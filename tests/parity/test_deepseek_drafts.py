@@ -9,8 +9,10 @@ import statistics
 import pytest
 import torch
 
-from runtime.models.deepseek import Choice
-from runtime.models.deepseek_drafts import DraftedModel, Drafts, Proposal, TappedModel
+from runtime.drafts.heads import HeadedModel, Proposal
+from runtime.drafts.passes import Drafting
+from runtime.models.deepseek_drafts import Drafts, TappedModel
+from runtime.models.deepseek_model import Choice
 from tests.parity.deepseek_golden import (
     GOLDEN,
     LAYER_BOUND,
@@ -133,7 +135,7 @@ def test_taps_are_recorded_and_change_no_logits(plain, tapped, name):
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_from_recorded_inputs(drafts, step, stage):
     records, state = golden("layers_p40"), drafts.new_state()
-    drafts.seed(recorded_taps("p40")[: 41 + step], state)
+    drafts.seed((), recorded_taps("p40")[: 41 + step], state)
     part, start = f"dspark{step}.mtp{stage}", 41 + step
     block = drafts.stages.blocks[stage]
     ring = records[f"{part}.sparse_attn.kv"][: drafts.spec.window]
@@ -154,10 +156,10 @@ def test_proposals_from_recorded_taps(drafts, routes, name):
     """Tokens and experts are demanded where no choice of the record or of the run was close."""
     records, state = golden(f"model_{name}"), drafts.new_state()
     taps, length = recorded_taps(name), len(prompt_of(name))
-    drafts.seed(taps[:length], state)
+    drafts.seed((), taps[:length], state)
     logit_errors, confidence_errors, compared = [], [], 0
     for step in range(STEPS):
-        drafts.seed(taps[length + step : length + step + 1], state)
+        drafts.seed((), taps[length + step : length + step + 1], state)
         first, *wanted = records["dspark.output_ids"][step].tolist()
         found = drafts.propose(first, state, drafts.block)
         best = found.logits.topk(2).values
@@ -191,7 +193,7 @@ def test_proposals_from_recorded_taps(drafts, routes, name):
 
 def test_a_smaller_depth_gives_the_first_of_the_block(drafts):
     state = drafts.new_state()
-    drafts.seed(recorded_taps("p40")[:33], state)
+    drafts.seed((), recorded_taps("p40")[:33], state)
     whole = drafts.propose(7, state, drafts.block)
     for depth in range(1, drafts.block):
         part = drafts.propose(7, state, depth)
@@ -202,10 +204,10 @@ def test_a_smaller_depth_gives_the_first_of_the_block(drafts):
 @pytest.mark.parametrize("sizes", [(1,), (3, 40, 2, 1), (124,)])
 def test_seeding_in_pieces(drafts, sizes):
     taps, whole, state, at = recorded_taps("p100"), drafts.new_state(), drafts.new_state(), 0
-    drafts.seed(taps, whole)
+    drafts.seed((), taps, whole)
     while at < len(taps):
         size = sizes[at % len(sizes)]
-        drafts.seed(taps[at : at + size], state)
+        drafts.seed((), taps[at : at + size], state)
         at += size
     assert not different(state.tensors(), whole.tensors())
 
@@ -213,10 +215,10 @@ def test_seeding_in_pieces(drafts, sizes):
 @pytest.mark.parametrize("kept", [5, 15, 16, 17, 60])
 def test_rejected_seeds_leave_no_trace(drafts, kept):
     taps, clean, state = recorded_taps("p100"), drafts.new_state(), drafts.new_state()
-    drafts.seed(taps[:kept], clean)
-    drafts.seed(taps[:kept], state)
+    drafts.seed((), taps[:kept], clean)
+    drafts.seed((), taps[:kept], state)
     for rejected in (1, drafts.block + 1):
-        drafts.seed(taps[-rejected:], state)
+        drafts.seed((), taps[-rejected:], state)
         state.take_back(kept)
         assert not different(state.tensors(), clean.tensors())
         assert torch.equal(drafts.propose(7, state, 3).logits, drafts.propose(7, clean, 3).logits)
@@ -224,11 +226,11 @@ def test_rejected_seeds_leave_no_trace(drafts, kept):
 
 def test_what_the_rings_lost_is_not_taken_back(drafts):
     taps, state = recorded_taps("p100"), drafts.new_state()
-    drafts.seed(taps[:60], state)
+    drafts.seed((), taps[:60], state)
     with pytest.raises(ValueError, match="cannot go back to 55"):
         state.take_back(55)
     state.take_back(56)
-    drafts.seed(taps[56:58], state)
+    drafts.seed((), taps[56:58], state)
     with pytest.raises(ValueError, match="cannot go back to 55"):
         state.take_back(55)
     copy = drafts.new_state()
@@ -257,8 +259,8 @@ def test_rejected_rows_leave_no_trace(tapped, before, rows):
             step.keep(kept)
             states.append(state)
         clean.restore(base)
-        if kept:
-            tapped.prefill(accepted[:kept], clean)
+        for token in accepted[:kept]:
+            tapped.decode(token, clean)
         for state in states:
             assert not different(state.tensors(), clean.tensors())
         token = tokens[before + rows]
@@ -295,16 +297,20 @@ class Oracle:
         return Proposal(guesses, torch.empty(0), torch.empty(0))
 
 
-class GreedyDrafting(DraftedModel):
-    """One conversation. All tokens told so far have been fed, except the last."""
+class GreedyDrafting:
+    """One conversation, decoded with drafts. All tokens told so far have been fed, except the last."""
 
     def __init__(self, model, drafts, depth):
-        super().__init__(model, drafts, depth)
-        self.conversation = self.new_state()
-        self.state, self.draft_state = self.conversation.main, self.conversation.rings
+        self.model = HeadedModel(model, drafts)
+        self.drafting = Drafting(self.model, self.model, "heads", depth, lambda: 0)
+        self.conversation = self.model.new_state()
+        self.state, self.draft_state = self.conversation.main, self.conversation.heads
 
     def read(self, tokens):
-        return int(self.prefill(tokens, self.conversation)[-1].argmax())
+        return greedy(self.model.prefill(tokens, self.conversation))
+
+    def step(self, token, wanted, stops=()):
+        return self.drafting.run((), token, self.conversation, wanted, greedy, stops)
 
     def generate(self, prompt, max_tokens, stops=()):
         out, told = [self.read(prompt)], 0
@@ -313,9 +319,13 @@ class GreedyDrafting(DraftedModel):
             told += len(out)
             if told >= max_tokens or out[-1] in stops:
                 return
-            found = self.greedy_pass(out[-1], self.conversation, max_tokens - told, stops)
-            out = found.logits.argmax(1).tolist()
+            found = self.step(out[-1], max_tokens - told, stops)
+            out = found.drawn
             assert found.tokens[1:] == out[:-1]
+
+
+def greedy(logits):
+    return int(logits[-1].argmax())
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
@@ -323,8 +333,9 @@ class GreedyDrafting(DraftedModel):
 def test_greedy_with_drafts_is_greedy_without(tapped, drafts, answers, name, depth):
     drafting = GreedyDrafting(tapped, drafts, depth)
     assert list(drafting.generate(prompt_of(name), ANSWER)) == answers[name][:ANSWER]
-    assert drafting.passes + drafting.accepted == ANSWER - 1
-    assert drafting.accepted <= drafting.proposed <= depth * drafting.passes
+    counts = drafting.drafting
+    assert counts.passes + counts.accepted == ANSWER - 1
+    assert counts.accepted <= counts.proposed <= depth * counts.passes
     assert (
         drafting.state.position
         == drafting.draft_state.position
@@ -338,14 +349,14 @@ def test_accepted_runs_of_every_length(tapped, plain, drafts, answers, name, see
     prompt, answer = prompt_of(name), answers[name]
     drafting = GreedyDrafting(tapped, Oracle(drafts, prompt, answer, seed), depth=3)
     assert list(drafting.generate(prompt, ANSWER)) == answer[:ANSWER]
-    assert drafting.accepted >= 4
+    assert drafting.drafting.accepted >= 4
     clean, rings = plain.new_state(), drafts.new_state()
     plain.prefill(prompt, clean)
     for token in answer[: ANSWER - 1]:
         plain.decode(token, clean)
     assert not different(drafting.state.tensors(), clean.tensors())
     tapped.prefill(prompt + answer[: ANSWER - 1], tapped.new_state())
-    drafts.seed(tapped.taps(), rings)
+    drafts.seed((), tapped.taps(), rings)
     assert not different(drafting.draft_state.tensors(), rings.tensors())
 
 
@@ -365,25 +376,28 @@ def test_nothing_is_fed_behind_a_stop(tapped, drafts, answers):
 def test_a_pass_is_taken_back_in_part(tapped, plain, drafts, answers, seed):
     """An answer may end in the middle of a pass: the conversation is as if only what was told had been fed."""
     prompt, answer = prompt_of("p40"), answers["p40"]
-    model, clean = DraftedModel(tapped, Oracle(drafts, prompt, answer, seed), 3), plain.new_state()
+    drafting, clean = (
+        GreedyDrafting(tapped, Oracle(drafts, prompt, answer, seed), 3),
+        plain.new_state(),
+    )
     plain.prefill(prompt, clean)
-    state, at = model.new_state(), 0
-    model.prefill(prompt, state)
+    state, at = drafting.conversation, 0
+    drafting.read(prompt)
     while at < ANSWER - 4:
-        found = model.greedy_pass(answer[at], state, ANSWER)
+        found = drafting.step(answer[at], ANSWER)
         kept = (len(found.tokens) + 1) // 2
         found.keep(kept)
         for token in answer[at : at + kept]:
             plain.decode(token, clean)
         at += kept
         assert not different(state.main.tensors(), clean.tensors())
-        assert state.rings.position == state.position == len(prompt) + at
-    copy = model.new_state()
+        assert state.heads.position == state.position == len(prompt) + at
+    copy = drafting.model.new_state()
     copy.restore(state.tensors())
     assert not different(copy.tensors(), state.tensors())
 
 
-def test_the_end_of_the_window_is_reached_with_fewer_drafts(tapped, plain, drafts):
+def test_the_end_of_the_window_is_reached(tapped, plain, drafts):
     tokens, state = (prompt_of("p100") * 2)[: MAX_POSITIONS - 3], plain.new_state()
     wanted = [int(plain.prefill(tokens, state)[0].argmax())]
     for _ in range(3):
@@ -391,8 +405,3 @@ def test_the_end_of_the_window_is_reached_with_fewer_drafts(tapped, plain, draft
     drafting = GreedyDrafting(tapped, drafts, drafts.block)
     assert list(drafting.generate(tokens, 4)) == wanted
     assert drafting.state.position == MAX_POSITIONS
-
-
-def test_a_depth_beyond_the_block_is_refused(tapped, drafts):
-    with pytest.raises(ValueError, match="depth is 4"):
-        GreedyDrafting(tapped, drafts, 4)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from kernels import formats
 from kernels import reference_deepseek as ops
 from runtime.experts.layout import ExpertKey
-from runtime.models import deepseek, deepseek_state
+from runtime.models import deepseek_model, deepseek_state
 from tests.parity.deepseek_golden import (
     GOLDEN,
     LAYER_BOUND,
@@ -363,15 +363,17 @@ def bias_in_the_weight(patch):
 
 
 def nibbles_swapped(patch):
-    good = deepseek.mxfp4_dequantize
+    good = deepseek_model.mxfp4_dequantize
     patch.setattr(
-        deepseek, "mxfp4_dequantize", lambda codes, scales: good(codes >> 4 | codes << 4, scales)
+        deepseek_model,
+        "mxfp4_dequantize",
+        lambda codes, scales: good(codes >> 4 | codes << 4, scales),
     )
 
 
 def matrices_swapped(patch, a, b):
     """The bytes of two of w1, w2, w3 taken for each other; they are as many."""
-    good = deepseek.expert_matrices
+    good = deepseek_model.expert_matrices
 
     def swapped(tensors):
         found = list(tensors)
@@ -379,7 +381,9 @@ def matrices_swapped(patch, a, b):
         return found
 
     patch.setattr(
-        deepseek, "expert_matrices", lambda codes, scales: good(swapped(codes), swapped(scales))
+        deepseek_model,
+        "expert_matrices",
+        lambda codes, scales: good(swapped(codes), swapped(scales)),
     )
 
 
@@ -404,7 +408,7 @@ def keys_of_the_last_source(patch):
 
     This is what the released code does when it decodes; the right thing is a source's own keys, as in a prompt.
     """
-    good = deepseek.Indexer.choose
+    good = deepseek_model.Indexer.choose
 
     def choose(self, u, qr, start, choice, state, *args):
         own = state.compressed[self.spec.kv_source_of(self.layer)]
@@ -414,18 +418,18 @@ def keys_of_the_last_source(patch):
         good(self, u, qr, start, choice, state, *args)
         own.keys = kept
 
-    patch.setattr(deepseek.Indexer, "choose", choose)
+    patch.setattr(deepseek_model.Indexer, "choose", choose)
 
 
 def tables(patch, change):
     """Change the tables of rotation of every model: change((window's, compressed layers')) -> the same."""
-    good = deepseek.DeepseekModel.__init__
+    good = deepseek_model.DeepseekModel.__init__
 
     def init(self, *args):
         good(self, *args)
         self.tables = change(self.tables)
 
-    patch.setattr(deepseek.DeepseekModel, "__init__", init)
+    patch.setattr(deepseek_model.DeepseekModel, "__init__", init)
 
 
 def halves_rotated(patch):
@@ -449,7 +453,7 @@ def no_inverse(patch):
 def inverse_at_the_key(patch):
     """Each value is turned back by the position of its own key, instead of the sum by the query's."""
     rotate, attend, now = ops.rotate, ops.sparse_attention, {}
-    call, visible = deepseek.Attention.__call__, deepseek.Attention._visible
+    call, visible = deepseek_model.Attention.__call__, deepseek_model.Attention._visible
 
     def called(self, u, start, choice, state, cos, sin):
         now.update(cos=cos, sin=sin)
@@ -469,8 +473,8 @@ def inverse_at_the_key(patch):
         padded = F.pad(q, (0, kv.shape[1]))
         return attend(padded, both, sink, slots, scale)[..., kv.shape[1] :]
 
-    patch.setattr(deepseek.Attention, "__call__", called)
-    patch.setattr(deepseek.Attention, "_visible", seen)
+    patch.setattr(deepseek_model.Attention, "__call__", called)
+    patch.setattr(deepseek_model.Attention, "_visible", seen)
     patch.setattr(ops, "sparse_attention", sparse_attention)
     no_inverse(patch)
 
@@ -506,12 +510,12 @@ def sink(patch, change):
 
 def entries_rotated_elsewhere(patch, change):
     """change: a table of rotation -> one that has in row r j what entry j is rotated with."""
-    good = deepseek.Compressor.extend
+    good = deepseek_model.Compressor.extend
 
     def extend(self, u, start, state, cos, sin):
         good(self, u, start, state, change(cos, self.ratio), change(sin, self.ratio))
 
-    patch.setattr(deepseek.Compressor, "extend", extend)
+    patch.setattr(deepseek_model.Compressor, "extend", extend)
 
 
 def at_the_last_token(table, ratio):
@@ -524,7 +528,7 @@ def at_the_entry(table, ratio):
 
 def visible_later(patch, tokens):
     """Entries are visible some tokens too late (early, if negative)."""
-    good, mask = deepseek.Indexer.choose, ops.candidate_mask
+    good, mask = deepseek_model.Indexer.choose, ops.candidate_mask
 
     def choose(self, u, qr, start, choice, *args):
         good(self, u, qr, start - tokens, choice, *args)
@@ -534,7 +538,7 @@ def visible_later(patch, tokens):
     def candidate_mask(scores, visible, *args):
         return mask(scores, visible.clamp(max=scores.shape[1]), *args)
 
-    patch.setattr(deepseek.Indexer, "choose", choose)
+    patch.setattr(deepseek_model.Indexer, "choose", choose)
     patch.setattr(ops, "candidate_mask", candidate_mask)
 
 
@@ -586,9 +590,9 @@ def scales_read_as_numbers(patch):
 
 def other_e4m3(patch):
     """The E4M3 of other hardware: bias 8 instead of 7, and no negative zero."""
-    good = deepseek.fp8_blocks_dequantize
+    good = deepseek_model.fp8_blocks_dequantize
     patch.setattr(
-        deepseek,
+        deepseek_model,
         "fp8_blocks_dequantize",
         lambda values, scales: good(values.view(torch.uint8).view(torch.float8_e4m3fnuz), scales),
     )
@@ -622,14 +626,14 @@ def caches_in_fp32(patch):
 
 
 def context_not_kept(patch):
-    good = deepseek.DeepseekModel.__init__
+    good = deepseek_model.DeepseekModel.__init__
 
     def init(self, *args):
         good(self, *args)
         row_ids = self.row_ids
         self.row_ids = lambda tokens, context: row_ids(tokens, ())
 
-    patch.setattr(deepseek.DeepseekModel, "__init__", init)
+    patch.setattr(deepseek_model.DeepseekModel, "__init__", init)
 
 
 def coarse_mixes(patch):
@@ -643,13 +647,13 @@ def coarse_mixes(patch):
 
 
 def added_in_order_of_arrival(patch):
-    good = deepseek.Moe._outputs
+    good = deepseek_model.Moe._outputs
 
     def outputs(self, u, ids, weights, experts, open_expert):
         found = good(self, u, ids, weights, experts, open_expert)
         return sorted(found, key=lambda output: experts.arrived.index(output[0]))
 
-    patch.setattr(deepseek.Moe, "_outputs", outputs)
+    patch.setattr(deepseek_model.Moe, "_outputs", outputs)
 
 
 class Mistake(NamedTuple):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from kernels import reference_deepseek as ops
 from runtime.engine import Engine, EngineFiles
-from runtime.models import deepseek
+from runtime.models import deepseek_model
 from runtime.models.deepseek_state import DeepseekState
 from runtime.sampling import SamplingParams
 from runtime.session import FinishReason, Session
@@ -170,14 +170,14 @@ def ring_begins_anew(patch):
 
 def odd_token_forgotten(patch):
     """A token whose partner comes in the next piece is dropped."""
-    good = deepseek.Compressor._latents
+    good = deepseek_model.Compressor._latents
 
     def latents(self, u, state):
         state.tails[self.layer] = state.tails[self.layer][:0]
         return good(self, u, state)
 
     patch.setattr(
-        deepseek.Compressor,
+        deepseek_model.Compressor,
         "_latents",
         lambda self, u, state: (good if self.wgate is None else latents)(self, u, state),
     )

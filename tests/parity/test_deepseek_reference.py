@@ -17,9 +17,10 @@ from runtime.engine import Engine, EngineFiles
 from runtime.errors import UserError
 from runtime.experts.slots import SlotExperts, passing_slots
 from runtime.models import deepseek_backends as backends
-from runtime.models.deepseek import DeepseekModel
+from runtime.models.deepseek_model import DeepseekModel
 from runtime.models.deepseek_package import PREFIX, load_package
-from runtime.models.deepseek_reference import KeptWeight, ReferenceModel
+from runtime.models.deepseek_reference import ReferenceModel
+from runtime.models.deepseek_replaced import KeptWeight
 from runtime.units import GIB
 from tests.parity.deepseek_golden import (
     MEDIAN_BOUND,
@@ -376,6 +377,7 @@ from pathlib import Path
 import torch
 from conf.schema import Kernels
 from runtime.models import deepseek_backends as backends, deepseek_reference as reference
+from runtime.models import deepseek_replaced as replaced
 from runtime.models.deepseek_package import load_package
 
 def peak_mib():
@@ -384,8 +386,8 @@ def peak_mib():
 
 folder = Path(sys.argv[1])
 package = load_package(folder, backends.kernel_module(Kernels.ours))
-parts = reference.Parts(package, torch.device("cpu"), None, None, None, Kernels.ours)
-reference.replace_classes(parts, Kernels.ours)
+parts = replaced.Parts(package, torch.device("cpu"), None, None, None, Kernels.ours)
+replaced.replace_classes(parts, Kernels.ours)
 args = reference.model_args(package, folder / "config.json", 8192)
 tokenizer = reference.FastTokenizer(Path(sys.argv[2]))
 before = peak_mib()

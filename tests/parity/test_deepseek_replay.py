@@ -9,11 +9,11 @@ import pytest
 import torch
 from deepseek_golden import TINY, make_model, spec_of
 
-from conf.schema import ConfigError
+from conf.schema import ConfigError, DraftSource
 from runtime.engine import Engine, EngineFiles
 from runtime.errors import UserError
 from runtime.models import deepseek, deepseek_replay
-from runtime.models.deepseek import Attention, DeepseekModel
+from runtime.models.deepseek_model import Attention, DeepseekModel
 from runtime.models.deepseek_replay import BoundedModel, first_bounded_layer
 from runtime.models.deepseek_state import DeepseekState
 
@@ -207,12 +207,15 @@ def test_the_release_replays_from_the_twentieth_layer():
 
 
 def test_drafts_and_gpus_are_refused(make_config):
-    spec = dataclasses.replace(spec_of(TINY), num_drafts=3)
+    spec = dataclasses.replace(spec_of(TINY), num_drafts=3, dspark_block=3)
     config = make_config("tiny_deepseek", **{"deepseek.replay": "bounded", "drafts.enabled": True})
-    with pytest.raises(UserError, match="drafts are seeded from every token"):
+    with pytest.raises(UserError, match="draft heads are seeded from every token"):
         deepseek.check_support(spec, config, torch.device("cpu"))
-    config.drafts.enabled = False
+    config.drafts.source = DraftSource.lookup
     deepseek.check_support(spec, config, torch.device("cpu"))
+    with pytest.raises(UserError, match="drafts are decoded on the CPU only so far"):
+        deepseek.check_support(spec, config, torch.device("cuda"))
+    config.drafts.enabled = False
     with pytest.raises(UserError, match="replay=bounded runs on the CPU only so far"):
         deepseek.check_support(spec, config, torch.device("cuda"))
 

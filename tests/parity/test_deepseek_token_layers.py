@@ -16,7 +16,7 @@ from kernels import (
     deepseek_token,
 )
 from kernels import reference_deepseek as ops
-from runtime.models.deepseek import Choice
+from runtime.models.deepseek_model import Choice
 from tests.parity.deepseek_golden import (
     MAX_POSITIONS,
     fed_tokens,

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.models.deepseek import Attention, Choice, Indexer
+from runtime.models.deepseek_model import Attention, Choice, Indexer
 from runtime.models.deepseek_state import Compressed, DeepseekState
 from tests.parity.deepseek_golden import GOLDEN, spec_of
 

@@ -107,6 +107,7 @@ class StubEngine:
         self.context_tokens, self.prefill_tokens = 4096, 2048
         self.num_tokens, self.device, self.is_direct = codec.vocab_size, torch.device("cpu"), True
         self.drafting = self.vram_plan = self.shared = None
+        self.drive_gib_s = None
         self.plan = SimpleNamespace(cache_nbytes=1 << 20)
         self.model = self
         self.is_closed = False
@@ -147,6 +148,9 @@ class StubEngine:
             raise self.error
         return self._logits(state)
 
+    def attempt(self, tokens: list[int], state: StubState) -> StubAttempt:
+        return StubAttempt(self, tokens, state)
+
     def _logits(self, state: StubState) -> torch.Tensor:
         logits = torch.zeros(1, self.num_tokens)
         told = self._told(state)
@@ -161,6 +165,17 @@ class StubEngine:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+class StubAttempt:
+    """Tokens fed one by one, which can be taken back."""
+
+    def __init__(self, engine: StubEngine, tokens: list[int], state: StubState) -> None:
+        self.tokens, self._state, self._start = tokens, state, len(state.tokens)
+        self.logits = torch.cat([engine.decode(token, state) for token in tokens])
+
+    def keep(self, count: int) -> None:
+        del self._state.tokens[self._start + count :]
 
 
 class StubServer:

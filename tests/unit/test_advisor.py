@@ -19,7 +19,10 @@ from runtime.advisor.question import hear
 from runtime.advisor.question_hardware import hear_hardware, heard_of, machine_heard
 from runtime.advisor.render import format_advice, to_markdown
 from runtime.errors import UsageError
+from runtime.mounts import find_mount
 from stages.advise import ROOT, wanted_machine, wanted_model
+from stages.core import Runner
+from stages.doctor_record import drive_identity, machine_identity
 
 GIB = 2**30
 
@@ -747,35 +750,39 @@ def test_after_a_bench_of_one_s_own_that_run_is_cited_instead_of_a_law(tmp_path)
 def test_a_machine_that_was_changed_is_another_machine():
     cfg = RunConfig()
     cfg.hw.name, cfg.hw.ram_gib = "rtx5060", 31
-    machine = wanted_machine(base(), cfg, ROOT / "nothing")
+    machine = wanted_machine(base(), cfg, Runner(cfg, ROOT / "nothing"))
     assert machine.system_id == "system-s"
     cfg.hw.ram_gib = 64
-    assert wanted_machine(base(), cfg, ROOT / "nothing").system_id is None
+    assert wanted_machine(base(), cfg, Runner(cfg, ROOT / "nothing")).system_id is None
     cfg.hw.ram_gib, cfg.hw.rates.drive_gib_s = 31, 4.0
-    slower = wanted_machine(base(), cfg, ROOT / "nothing")
+    slower = wanted_machine(base(), cfg, Runner(cfg, ROOT / "nothing"))
     assert slower.system_id is None
     assert slower.disk_bw == 4 * GIB
     cfg = RunConfig()
     cfg.hw.name = "auto"
-    here = wanted_machine(base(), cfg, ROOT / "nothing")
+    here = wanted_machine(base(), cfg, Runner(cfg, ROOT / "nothing"))
     assert here.ram_bytes > 0
     assert here.gpu is None
     cfg.advise.system = "machine S"
-    assert wanted_machine(base(), cfg, ROOT / "nothing").system_id == "system-s"
+    assert wanted_machine(base(), cfg, Runner(cfg, ROOT / "nothing")).system_id == "system-s"
 
 
-def test_doctor_s_rates_are_taken_for_this_machine(tmp_path):
-    import platform
-
-    rates = {"drive_gib_s": 3.0, "pcie_gib_s": 20.0, "ram_gib_s": 30.0}
-    (tmp_path / "doctor.json").write_text(
-        json.dumps({"rates": rates, "when": "2026-11-30", "host": platform.node()})
-    )
+def test_doctor_s_rates_are_taken_for_this_machine(tmp_path, caplog):
     cfg = RunConfig()
     cfg.hw.name = "auto"
-    machine = wanted_machine(base(), cfg, tmp_path)
+    runner = Runner(cfg, tmp_path)
+    drive = {"record_nbytes": 4096, "drive_gib_s": 3.0}
+    record = {
+        "when": "2026-11-30", "rates": {"pcie_gib_s": 20.0, "ram_gib_s": 30.0}, "machine": machine_identity(),
+        "drives": [drive | {"identity": drive_identity(find_mount(runner.root))}],
+    }  # fmt: skip
+    (tmp_path / "doctor.json").write_text(json.dumps(record))
+    machine = wanted_machine(base(), cfg, runner)
     assert (machine.disk_bw, machine.pcie_bw, machine.ram_bw) == (3 * GIB, 20 * GIB, 30 * GIB)
     assert machine.is_disk_measured
+    (tmp_path / "doctor.json").write_text(json.dumps(record | {"machine": {"cpu": "another"}}))
+    assert wanted_machine(base(), cfg, runner).disk_bw is None
+    assert "of another machine" in caplog.text
 
 
 def test_the_model_asked_about():

@@ -13,9 +13,10 @@ from runtime.advisor.advice import advise
 from runtime.advisor.facts import situation_of
 from runtime.advisor.own_runs import Here, read_own_runs
 from runtime.advisor.render import format_advice
-from runtime.drives import Mount
+from runtime.mounts import Mount, find_mount
 from stages.advise import wanted_machine, wanted_model
-from stages.doctor_record import changes, read_record
+from stages.core import Runner
+from stages.doctor_record import changes, drive_identity, machine_identity, read_record
 
 GIB = 2**30
 RATES = {
@@ -28,8 +29,14 @@ EXPERTS_PER_TOKEN, EXPERT_NBYTES = (
 )  # of the tiny model: 8 layers, 6 experts each, unpadded
 
 
-def record(folder, rates=RATES, host=None, **more):
-    found = {"rates": rates, "when": "2026-11-30T09:05:18Z", "host": host or platform.node(), "model": "tiny", **more}  # fmt: skip
+def record(folder, rates=RATES, machine=None, interface=None, **more):
+    """What doctor leaves, of this machine and the drive below `folder` unless told otherwise."""
+    rates = dict(rates)
+    drive = {"identity": drive_identity(find_mount(folder)), "record_nbytes": 24576, "interface": interface}  # fmt: skip
+    found = {
+        "rates": rates, "when": "2026-11-30T09:05:18Z", "machine": machine or machine_identity(), "model": "tiny",
+        "drives": [drive | {"drive_gib_s": rates["drive_gib_s"]}], **more,
+    }  # fmt: skip
     (folder / "doctor.json").write_text(json.dumps(found))
 
 
@@ -59,7 +66,7 @@ def config(**changed):
 def ask(folder, cache=0.0, cfg=None, **situation):
     kb, cfg = base(), cfg or config()
     model, variant = wanted_model(kb, cfg)
-    machine = wanted_machine(kb, cfg, folder)
+    machine = wanted_machine(kb, cfg, Runner(cfg, folder))
     own = read_own_runs(kb, folder / "runs", Here(platform.node(), 24e9, model))
     return advise(kb, model, variant, machine, situation_of(kb, situation), kb.as_of, cache_bytes=cache, own_runs=own)  # fmt: skip
 
@@ -108,9 +115,9 @@ def test_runs_of_other_machines_and_what_if_rates_are_not_this_machine_s(tmp_pat
     bench(tmp_path / "runs" / "b", 17.24, 36.11)
     assert keep(ask(tmp_path))["run"] == "run-own-b"
     assert keep(ask(tmp_path, cfg=config(drive_gib_s=7.0)))["run"] is None
-    record(tmp_path, host="elsewhere")
+    record(tmp_path, machine={**machine_identity(), "cpu": "another"})
     assert ask(tmp_path)["machine"]["measured"] is None
-    assert read_record(tmp_path) == {}
+    assert read_record(Runner(config(), tmp_path)).rates == {}
 
 
 def test_all_of_ram_is_a_cache_of_all_experts(tmp_path):
@@ -122,15 +129,16 @@ def test_all_of_ram_is_a_cache_of_all_experts(tmp_path):
 
 def test_rates_that_move_by_more_than_15_percent_are_not_steady(tmp_path):
     record(tmp_path)
-    assert changes(tmp_path, "tiny", {**RATES, "drive_gib_s": 0.40}) == {}
-    moved = changes(tmp_path, "tiny", {**RATES, "drive_gib_s": 0.48})
-    assert moved == {"drive_gib_s": (0.35747, "2026-11-30T09:05:18Z")}
-    assert changes(tmp_path, "tiny", {"drive_gib_s": 0.30}) == moved
-    assert changes(tmp_path, "another", {"drive_gib_s": 0.48}) == {}
+    before = read_record(Runner(config(), tmp_path))
+    assert changes(before, "tiny", {**RATES, "drive_gib_s": 0.40}) == {}
+    moved = changes(before, "tiny", {**RATES, "drive_gib_s": 0.48})
+    assert moved == {"drive_gib_s": 0.35747}
+    assert changes(before, "tiny", {"drive_gib_s": 0.30}) == moved
+    assert changes(before, "another", {"drive_gib_s": 0.48}) == {}
     record(tmp_path, unsteady=["drive_gib_s"])
     assert "not steady from run to run: drive_gib_s" in format_advice(ask(tmp_path))
     (tmp_path / "doctor.json").write_text("[]")
-    assert changes(tmp_path, "tiny", RATES) == {}
+    assert changes(read_record(Runner(config(), tmp_path)), "tiny", RATES) == {}
 
 
 @pytest.mark.parametrize(

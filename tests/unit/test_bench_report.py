@@ -12,7 +12,17 @@ from conf.schema import RunConfig
 from runtime.stats import ExpertCounters, Rates, TokenStats, summarize
 from runtime.units import GIB, MIB
 from stages import bench_report
-from stages.bench_report import Bench, Repeat, document, draw, format_report, spread, table_rows
+from stages.bench_report import (
+    Bench,
+    Drafted,
+    Repeat,
+    document,
+    draw,
+    format_gate,
+    format_report,
+    spread,
+    table_rows,
+)
 
 RATES = Rates(drive_gib_s=2.0, memory_gib_s=10.0)
 
@@ -74,6 +84,55 @@ def test_the_report(bench):
     assert lines[-3] == "measured in this run: drive 2.00 GiB/s, memory 10.00 GiB/s"
     assert lines[-2] == "RAM plan: all of it"
     assert lines[-1] == "peak memory 3.00 GiB"
+
+
+GATE = {
+    "depth": 0, "is_learning": False, "is_off": True,
+    "depths": [
+        {"guesses": 0, "passes": 7, "ms_per_pass": 10.0, "mib_per_pass": 1.5, "tokens_per_pass": 1.0},
+        {"guesses": 1, "passes": 0, "ms_per_pass": 0.0, "mib_per_pass": 0.0, "tokens_per_pass": 1.0},
+        {"guesses": 2, "passes": 3, "ms_per_pass": 31.25, "mib_per_pass": 4.25, "tokens_per_pass": 1.75},
+    ],
+}  # fmt: skip
+
+
+def test_drafts_beside_the_same_repeats_without_them(bench, tmp_path):
+    report = {
+        "source": "lookup",
+        "depth": 2,
+        "passes": 4,
+        "proposed": 6,
+        "accepted": 3,
+        "gate": GATE,
+    }
+    plain = [repeat(40), repeat(60), repeat(80)]
+    tokens = [token for r in plain for token in r.tokens]
+    total = summarize(None, tokens, 0, GIB // 100, RATES)
+    drafted = Drafted(report, plain, total)
+    found = replace(bench, drafted=drafted)
+    lines = format_report(found).splitlines()[6:9]
+    assert lines[0].startswith(
+        "drafts (lookup): 1.00 tokens per pass of the model, 3 of 6 guesses accepted (50%)"
+    )
+    assert lines[1] == (
+        "in turn, with drafts 40.00 tok/s and 3.00 MiB read per token; "
+        "without 14.29 tok/s and 3.00 MiB read per token"
+    )
+    assert lines[2] == (
+        "gate: drafts lose here and are off; a pass with guesses 0: 10.0 ms, 1.50 MiB, 1.00 tokens; "
+        "2: 31.2 ms, 4.25 MiB, 1.75 tokens"
+    )
+    told = json.loads(json.dumps(document(found, RunConfig(), tmp_path)))["drafted"]
+    assert (told["accepted"], told["gate"], len(told["plain"]["repeats"])) == (3, GATE, 3)
+    assert told["plain"]["total"]["read_nbytes_per_token"] == total.read_nbytes_per_token
+    assert found.is_repeatable
+    plain[1] = repeat(60, token_ids=(5, 6, 7, 9))
+    assert not found.is_repeatable, "drafts that change a token are told"
+    for gate, words in (
+        ({**GATE, "is_learning": True}, "gate: still learning; "),
+        ({**GATE, "is_off": False, "depth": 2}, "gate: 2 guesses a pass are fastest; "),
+    ):
+        assert format_gate(gate).startswith(words)
 
 
 def test_joules_where_the_gpu_counts_them(bench):

@@ -13,6 +13,7 @@ from runtime.budget import (
     MemoryPlan,
     ModelSizes,
     VramPlan,
+    describe_ram_limit,
     format_plans,
     plan_memory,
     plan_vram,
@@ -202,6 +203,14 @@ def test_ram_limit_is_never_above_what_is_there(wanted, total_gib, available_gib
         limit = ram_limit(wanted, total, available, reserve)
         assert 0 <= limit <= min(total[0], wanted * GIB)
         assert limit == pytest.approx(max(0, (wanted - reserve) * GIB), abs=1)
+
+
+def test_where_the_limit_is_from():
+    available = (3 * GIB, "cgroup limit /x less what is used")
+    assert describe_ram_limit(None, available, 1.0) == (
+        "3.00 GiB, cgroup limit /x less what is used, less hw.reserve_gib=1"
+    )
+    assert describe_ram_limit(2.5, available, 0.5) == "hw.ram_gib=2.5, less hw.reserve_gib=0.5"
 
 
 @given(st.integers(2**26, 2**42))

@@ -119,6 +119,7 @@ def test_no_two_keys_mean_the_same():
     """One name for one thing; the same last word twice needs a reason, stated here."""
     reasons = {
         "name": "of a model, of a machine",
+        "source": "of a model's files, of guesses",
         "seed": "of sampling, of the choice of experts to check, of random weights, of a bench's prompt",
         "ram_gib": "of the machine, of the cache, of the drafts' experts, of copies of conversations, of cold blocks",
         "disk_gib": "of a synthetic model, of copies of conversations",
@@ -309,6 +310,21 @@ def test_several_faults_are_listed_together():
         "top_p",
     ):
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["drafts.ngrams=[]"], "drafts.ngrams are numbers of tokens, 1 to 64 each"),
+        (["drafts.ngrams=[3,0]"], "drafts.ngrams are numbers of tokens, 1 to 64 each"),
+        (["drafts.enabled=true", "record=true"], "record=true writes what single tokens ask for"),
+        (["drafts.enabled=true", "stages=[simulate]"], "stages=[simulate] knows no drafts"),
+        (["drafts.enabled=true", "deepseek.arithmetic=reference"], "are of deepseek.arithmetic=native"),
+    ],
+)  # fmt: skip
+def test_drafts_that_cannot_be(argv, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        load(composed(*argv))
 
 
 def test_too_many_reader_threads():

@@ -5,18 +5,20 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from conf.schema import DriveConfig
+from runtime import drives
 from runtime.drives import (
     allows_direct_reads,
     cached_nbytes,
-    find_mount,
     measure_grid,
     measure_rate,
     random_records,
 )
+from runtime.mounts import find_mount
 from runtime.units import GIB, PAGE_NBYTES
 
 
@@ -134,6 +136,36 @@ def test_the_rate_is_not_above_a_drive_of_known_speed(file):
     found = measure_rate([file], 2 * PAGE_NBYTES, config, 0.2)
     # two records are asked for before the clock's first look
     assert 0 < found.gib_s <= 0.01 * 1.1 + 4 * 2 * PAGE_NBYTES / GIB / 0.2
+
+
+@pytest.mark.parametrize("bunch", [1, 8])
+@pytest.mark.parametrize("free", [0, 1, 8, 30])
+def test_the_rate_is_exact_on_a_clock_of_our_own(tmp_path, monkeypatch, bunch, free):
+    """Records that arrive one by one or in bunches, from a drive that gives the first ones for nothing."""
+    path = tmp_path / "data.bin"
+    path.write_bytes(bytes(64 * PAGE_NBYTES))
+    now, count, cost_s = [0.0], [0], 0.01
+
+    class Drive:
+        is_direct = True
+
+        def __init__(self, *_args) -> None:
+            """Opens nothing."""
+
+        def submit(self, key, _spans, _buffer, on_done) -> None:
+            count[0] += 1
+            if count[0] > free and count[0] % bunch == 0:
+                now[0] += cost_s * bunch
+            on_done(SimpleNamespace(key=key, error=None))
+
+        def close(self) -> None:
+            """Nothing is open."""
+
+    monkeypatch.setattr(drives, "DirectReader", Drive)
+    monkeypatch.setattr(drives, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    found = measure_rate([path], PAGE_NBYTES, DriveConfig(window=8, pieces=1), 2.0)
+    assert found.gib_s == pytest.approx(PAGE_NBYTES / cost_s / GIB, rel=1e-6)
+    assert found.each_s == pytest.approx([found.gib_s] * len(found.each_s))
 
 
 def test_the_grid_measures_the_real_drive_in_every_way_that_the_reader_can_cut(file):

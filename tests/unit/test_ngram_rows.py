@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtime.checkpoint import Checkpoint, Extent
-from runtime.models.qwen import Ple
+from runtime.models.qwen_model import Ple
 from runtime.rows import RowTable
 
 EOS, HEADS, VOCAB = 248044, 8, 248320

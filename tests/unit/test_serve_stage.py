@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from conf.schema import ServeConfig
 from runtime.errors import UserError
+from runtime.units import GIB
+from stages import serve
 from stages.core import Output
 from stages.serve import open_store, read_key, with_room_for_snapshots
 
@@ -88,3 +91,24 @@ def test_whatever_decides_a_states_bytes_decides_where_its_copies_are(make_confi
     assert len({first, *others}) == 1 + len(others)
     # what changes no bit changes no name
     assert folder(**{"cache.ram_gib": 0.5, "prefetch.experts": 0, "serve.queue": 3}) == first
+
+
+@pytest.mark.parametrize(("is_direct", "how"), [(True, "direct"), (False, "page cache")])
+def test_a_slow_drive_is_told_at_the_start(monkeypatch, caplog, is_direct, how):
+    """What a token would take with nothing in RAM, from the rate of just now."""
+    asked = []
+
+    def measure_drive(duration_s: float) -> float:
+        asked.append(duration_s)
+        return 0.1
+
+    engine = SimpleNamespace(
+        measure_drive=measure_drive, is_direct=is_direct, routed_nbytes=GIB // 4
+    )
+    monkeypatch.setattr(serve, "open_engine", lambda *_: engine)
+    with caplog.at_level(logging.INFO, "stages"):
+        assert serve.open_and_tell(None, {}, None) is engine
+    assert asked
+    assert "0.10 GiB/s" in caplog.text
+    assert how in caplog.text
+    assert "at most 0.40 tok/s" in caplog.text

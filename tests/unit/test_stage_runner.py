@@ -475,7 +475,7 @@ def test_partial_work_counts_as_disk_already_taken(world, monkeypatch):
     assert sum(world.executed().values()) == NUM_UNITS
 
 
-def test_a_full_disk_inside_a_unit(world, tmp_path):
+def test_a_full_disk_inside_a_unit(world, tmp_path, fault_row):
     world.on_unit = _stop_after("second", "2", OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(UserError) as caught:
         world.run()
@@ -486,6 +486,7 @@ def test_a_full_disk_inside_a_unit(world, tmp_path):
     assert world.explain()["second"] == "resume: 2 of 4 units are done"
     world.run()
     assert world.content("second") == _reference(tmp_path).content("second")
+    fault_row("the disk fills in a stage's work", caught.value.message, "2 of 4 units kept, same bytes")  # fmt: skip
 
 
 def test_a_full_disk_at_any_moment_is_one_sentence(world, tmp_path, monkeypatch):
@@ -566,7 +567,7 @@ def holder(world):
     process.communicate()
 
 
-def test_the_second_of_two_runs_is_told_who_holds_the_lock(world, holder, caplog):
+def test_the_second_of_two_runs_is_told_who_holds_the_lock(world, holder, caplog, fault_row):
     with pytest.raises(BusyError) as caught:
         world.run()
     assert f"pid {holder.pid} on {socket.gethostname()}" in str(caught.value)
@@ -580,6 +581,7 @@ def test_the_second_of_two_runs_is_told_who_holds_the_lock(world, holder, caplog
     with caplog.at_level(logging.INFO, "stages"):
         world.run()
     assert f"taking over from pid {holder.pid}" in caplog.text
+    fault_row("two runs of one stage", caught.value.message, "taken over when its owner is killed")
     assert not list(world.artifacts.rglob("*.lock"))
     assert world.runner().decide("first").action == "skip"
 
@@ -626,7 +628,7 @@ def test_another_run_that_finished_while_we_waited_is_not_repeated(world, monkey
     assert sum(world.executed().values()) == NUM_UNITS
 
 
-def test_a_filesystem_without_locks(world, monkeypatch):
+def test_a_filesystem_without_locks(world, monkeypatch, fault_row):
     def flock(_fd: int, _flags: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -637,6 +639,7 @@ def test_a_filesystem_without_locks(world, monkeypatch):
     assert "has no file locks: Function not implemented" in str(caught.value)
     assert "paths.artifacts" in str(caught.value)
     assert sum(world.executed().values()) == 0
+    fault_row("a filesystem without locks", caught.value.message, "said before any work")
 
 
 # ---- the other process -------------------------------------------------------------------------------------------

@@ -14,6 +14,9 @@ import httpx
 import openai
 import pytest
 
+from runtime.drafts.gate import DepthGate
+from runtime.drafts.lookup import PromptLookup
+from runtime.drafts.passes import Drafting
 from runtime.models.deepseek_codec import DeepseekCodec
 from tests.unit.stub_server import (
     HELLO,
@@ -741,6 +744,31 @@ def test_clients_that_leave_at_once_or_in_the_middle_of_their_request(server, en
     wait_for(lambda: server.get("/status").json()["queue"] == IDLE)
     assert server.ask(max_tokens=1).usage.completion_tokens == 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_drafts_change_no_answer_and_are_told_in_the_status(codec):
+    """Streamed and whole, with a stop string and a limit in the middle of a pass."""
+    asked = ({}, {"max_tokens": 7}, {"stop": "six"}, {"stream": True})
+    answers = []
+    for has_drafts in (False, True):
+        engine = StubEngine(codec, "one two three four, one two three four, one two five six seven")
+        if has_drafts:
+            engine.drafting = Drafting(engine, PromptLookup([2, 1]), "lookup", 3, lambda: 0, DepthGate(3))  # fmt: skip
+        with StubServer(engine) as server:
+            drafts = server.get("/status").json()["engine"]["drafts"]
+            assert (drafts is None) != has_drafts
+            answers.append([])
+            for fields in asked * 3:
+                answer = server.ask(**fields)
+                if "stream" in fields:
+                    answers[-1].append(texts(answer))
+                else:
+                    answers[-1].append((answer.choices[0].message.content, answer.usage))
+            drafts = server.get("/status").json()["engine"]["drafts"]
+    assert answers[0] == answers[1]
+    assert (drafts["source"], drafts["depth"]) == ("lookup", 3)
+    assert 0 < drafts["accepted"] < drafts["proposed"]
+    assert sum(depth["passes"] for depth in drafts["gate"]["depths"]) == drafts["passes"]
 
 
 def test_async_clients_and_their_cancelling(codec):

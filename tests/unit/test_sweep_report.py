@@ -56,7 +56,28 @@ def test_the_table_says_which_wins_and_why(points):
     assert lines[8] == (
         "within the spread of the repeats as fast: prefetch.experts=0 cache.ram_gib=null"
     )
-    assert lines[9] == "failed: prefetch.experts=2 cache.ram_gib=8: no room"
+    assert lines[9:11] == [
+        "automatic cache (prefetch.experts=0): 200% of the best size given (cache.ram_gib=8)",
+        "automatic cache (prefetch.experts=2): 328% of the best size given (cache.ram_gib=0)",
+    ]
+    assert lines[11] == "failed: prefetch.experts=2 cache.ram_gib=8: no room"
+
+
+@pytest.mark.parametrize(
+    ("automatic", "spread", "said"),
+    [(40.0, 0.0, "100%"), (37.0, 0.0, "92%"), (30.0, 0.0, "75%"), (30.0, 12.0, "75%")],
+)
+def test_an_automatic_size_that_falls_off_is_told(automatic, spread, said):
+    """A cache so large that the machine swaps is slower than one that leaves room."""
+    sizes = [point(4.0, 2, 30.0), point(8.0, 2, 40.0), point(16.0, 2, 20.0)]
+    (line,) = [
+        line
+        for line in format_sweep([*sizes, point(None, 2, automatic, spread)]).splitlines()
+        if line.startswith("automatic")
+    ]
+    assert line.startswith(f"automatic cache: {said} of the best size given (cache.ram_gib=8)")
+    assert ("WORSE" in line) == (automatic == 30.0 and not spread)
+    assert "automatic" not in format_sweep(sizes)
 
 
 def test_points_of_two_commits_are_told_apart(points):
