@@ -16,7 +16,6 @@ from conf.schema import Source
 from runtime.mounts import Mount, find_mount
 from runtime.units import format_nbytes
 from stages.core import Runner
-from stages.hub import hub_cache
 
 RECORD_NAME = "doctor.json"
 DRIVE_RATES = ("drive_gib_s", "drive_sustained_gib_s")
@@ -74,8 +73,11 @@ def expert_folder(runner: Runner) -> Path:
     cfg, files = runner.cfg, expert_files(runner)
     if files:
         return files[0].resolve().parent
-    in_cache = cfg.model.source is Source.hub and "repack" not in cfg.model.setup
-    return hub_cache(cfg).root if in_cache else runner.root
+    if cfg.model.source is not Source.hub or "repack" in cfg.model.setup:
+        return runner.root
+    from stages.hub import hub_cache  # the hub's library takes a second to load, advice less
+
+    return hub_cache(cfg).root
 
 
 def read_record(runner: Runner, record_nbytes: int | None = None) -> Record:
