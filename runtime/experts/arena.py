@@ -51,7 +51,7 @@ class CudaRegistrar:
 
 
 def _forget_cuda_error() -> None:
-    """Clear a refusal, which the next CUDA call would meet. torch binds no function for it: its library is asked itself.
+    """Clear a refusal, which the next CUDA call would meet. torch binds no call for it: its library is asked itself.
 
     Where the library is part of another one nothing is done; `CudaRegistrar.check` tells whether that matters.
     """
