@@ -19,6 +19,7 @@ from runtime.errors import UserError
 from runtime.experts.layout import ExpertKey
 from runtime.experts.tensor_layout import TensorLayout
 from runtime.experts.tensor_runs import Part
+from runtime.models.release_config import keys_named, require
 
 FLOATS = ("BF16", "F16", "F32")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -78,13 +79,8 @@ class DenseSpec:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DenseSpec:
         """Read a release's config.json. Raises UserError naming the key and value that are not supported."""
-        try:
+        with keys_named():
             return cls._from_config(config)
-        except KeyError as error:
-            raise UserError(
-                f"the checkpoint's config.json lacks {error}",
-                "fetch the snapshot again, or check model.family",
-            ) from error
 
     @classmethod
     def _from_config(cls, c: Mapping[str, Any]) -> DenseSpec:
@@ -103,9 +99,7 @@ class DenseSpec:
             "sliding_window": (window, None),
             "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), 1.0),
         }
-        for key, (found, wanted) in required.items():
-            if found != wanted:
-                raise _unsupported(key, found, wanted)
+        require(required, _unsupported)
         dca = c.get("dual_chunk_attention_config")
         chunked = None
         if dca:

@@ -15,6 +15,7 @@ from typing import Any
 from runtime.checkpoint import Checkpoint, CheckpointError
 from runtime.errors import UserError
 from runtime.experts.tensor_layout import TensorLayout
+from runtime.models.release_config import keys_named, require
 
 FLOATS = ("BF16", "F16", "F32")
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -57,13 +58,8 @@ class Qwen3MoeSpec:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Qwen3MoeSpec:
         """Read a release's config.json. Raises UserError naming the key and value that are not supported."""
-        try:
+        with keys_named():
             return cls._from_config(config)
-        except KeyError as error:
-            raise UserError(
-                f"the checkpoint's config.json lacks {error}",
-                "fetch the snapshot again, or check model.family",
-            ) from error
 
     @classmethod
     def _from_config(cls, c: Mapping[str, Any]) -> Qwen3MoeSpec:
@@ -76,9 +72,7 @@ class Qwen3MoeSpec:
             "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), 1.0),
             "use_sliding_window": (c.get("use_sliding_window", False), False),
         }
-        for key, (found, wanted) in required.items():
-            if found != wanted:
-                raise _unsupported(key, found, wanted)
+        require(required, _unsupported)
         depth, heads = c["num_hidden_layers"], c["num_attention_heads"]
         experts = c["num_experts"] if "num_experts" in c else c["num_local_experts"]
         step, without = c.get("decoder_sparse_step", 1), c.get("mlp_only_layers") or []
