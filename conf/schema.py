@@ -36,6 +36,12 @@ NOT_FOR_FAMILY = {
         "repack": "its experts are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",
     },
+    "qwen3_moe": {
+        "quantize": "its experts are computed as they are released",
+        "repack": "its experts are read in the released shards as they are",
+        "residents": "its weights are loaded from the released shards",
+        "verify": "no references of it are recorded yet",
+    },
     "dense": {
         "repack": "its layers are read in the released shards as they are",
         "residents": "its weights are loaded from the released shards",

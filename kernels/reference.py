@@ -45,6 +45,28 @@ def nvfp4_linear(x: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor)
     return (F.linear(x.float(), nvfp4_values(codes, scales)) * global_scale).to(x.dtype)
 
 
+def stored_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None
+) -> Tensor:
+    """Return x W^T + bias for a weight in the dtype that it is stored in, widened exactly.
+
+    x: [T, K].  weight: [N, K] and bias: [N], any float dtype.  scratch: flat, in x's dtype, K values at least: as many
+    rows as it holds are widened at once.  One of a few MiB stays in the CPU's cache, and a BF16 matrix out of memory
+    then costs 0.8 times what the same matrix in fp32 does, whose bytes are twice as many.  Returns [T, N] in x's dtype.
+    """
+    bias = None if bias is None else bias.to(x.dtype)
+    if weight.dtype == x.dtype or scratch is None:
+        return F.linear(x, weight.to(x.dtype), bias)
+    columns = weight.shape[1]
+    rows = scratch.numel() // columns
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    for at in range(0, weight.shape[0], rows):
+        part = weight[at : at + rows]
+        widened = scratch[: part.numel()].view(part.shape)
+        out[:, at : at + rows] = F.linear(x, widened.copy_(part))
+    return out if bias is None else out.add_(bias)
+
+
 def linear_pair(
     x: Tensor, weight: Tensor, row_scale: Tensor | None, other: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -295,15 +295,23 @@ def check_gpu(report: Report, cfg: RunConfig, spec: Any, wanted_nbytes: int) -> 
     report.add("GPU", "copies from pinned RAM", verdict, f"{pcie:.1f} GiB/s", advice)
     report.add("GPU", "reading its memory", "ok", f"{vram:.0f} GiB/s")
     if spec is not None:
-        from stages.doctor_kernels import expert_error
+        check_expert_kernel(report, cfg, spec)
 
-        kernel, error_found, limit = expert_error(cfg.model.family, spec)
-        good = error_found <= limit
-        report.add(
-            "GPU", f"kernel {kernel}", "ok" if good else "bad",
-            f"relative error {error_found:.1e} against plain torch, at most {limit:.0e}",
-            "" if good else "use hw=cpu, and report card, driver, torch and triton: answers of this GPU may be wrong",
-        )  # fmt: skip
+
+def check_expert_kernel(report: Report, cfg: RunConfig, spec: Any) -> None:
+    """The kernel that computes the model's experts, against plain torch; not of a family that has none."""
+    from stages.doctor_kernels import expert_error
+
+    found = expert_error(cfg.model.family, spec)
+    if found is None:
+        return
+    kernel, error, limit = found
+    good = error <= limit
+    report.add(
+        "GPU", f"kernel {kernel}", "ok" if good else "bad",
+        f"relative error {error:.1e} against plain torch, at most {limit:.0e}",
+        "" if good else "use hw=cpu, and report card, driver, torch and triton: answers of this GPU may be wrong",
+    )  # fmt: skip
 
 
 def check_pinning(

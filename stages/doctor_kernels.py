@@ -18,14 +18,16 @@ NVFP4_LIMIT = 5e-6  # of the relative error: fp32 sums in another order
 MXFP4_LIMIT = 2e-3  # bf16 results, and an exp that differs in its last bit
 
 
-def expert_error(family: str, spec: Any, device: str = "cuda") -> tuple[str, float, float]:
+def expert_error(family: str, spec: Any, device: str = "cuda") -> tuple[str, float, float] | None:
     """Return (kernel, relative error, limit) of one random expert: the larger error of reading it in RAM and in VRAM.
 
-    device: `cpu` for kernels that run in Triton's interpreter.
+    None for a family whose experts plain torch computes.  device: `cpu` for kernels that run in Triton's interpreter.
     """
     if family == "qwen":
         return "nvfp4_experts", _nvfp4(spec.hidden, spec.intermediate, device), NVFP4_LIMIT
-    return "mxfp4_experts", _mxfp4(spec.hidden, spec.intermediate, device), MXFP4_LIMIT
+    if family == "deepseek":
+        return "mxfp4_experts", _mxfp4(spec.hidden, spec.intermediate, device), MXFP4_LIMIT
+    return None
 
 
 def _nvfp4(hidden: int, intermediate: int, device: str) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -38,7 +40,7 @@ class CudaRegistrar:
     def register(self, address: int, nbytes: int) -> bool:
         status = torch.cuda.cudart().cudaHostRegister(address, nbytes, REGISTER_MAPPED)
         if int(status) != 0:
-            torch.cuda.cudart().cudaGetLastError()  # clear it: the next CUDA call must not meet it
+            _forget_cuda_error()
         return int(status) == 0
 
     def unregister(self, address: int) -> None:
@@ -46,6 +48,16 @@ class CudaRegistrar:
 
     def check(self) -> None:
         torch.zeros(1, device="cuda").add_(1).item()
+
+
+def _forget_cuda_error() -> None:
+    """Clear a refusal, which the next CUDA call would meet. torch binds no call for it: its library is asked itself.
+
+    Where the library is part of another one nothing is done; `CudaRegistrar.check` tells whether that matters.
+    """
+    mapped = Path("/proc/self/maps").read_text().split()
+    for path in {word for word in mapped if "libcudart" in word}:
+        ctypes.CDLL(path).cudaGetLastError()
 
 
 CUDA_REGISTRAR = CudaRegistrar()

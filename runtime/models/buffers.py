@@ -1,12 +1,23 @@
-"""What model families share: buffers that grow with a conversation, and the check of its window."""
+"""What families share: buffers that grow with a conversation, the check of its window, parts of records, no tables."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from runtime.checkpoint import torch_dtype
 from runtime.errors import UserError
+from runtime.experts.tensor_runs import Part
 
 GROWTH_ROWS = 256  # buffers grow by at least this many
+
+
+class NoRows:
+    """A family without tables on the drive."""
+
+    read_nbytes = wait_ns = 0
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def appended(buffer: Tensor, length: int, new: Tensor) -> Tensor:
@@ -19,6 +30,15 @@ def appended(buffer: Tensor, length: int, new: Tensor) -> Tensor:
         buffer = grown
     buffer[length:end] = new
     return buffer
+
+
+def open_part(record: Tensor, part: Part) -> Tensor:
+    """Return a tensor of a record [record_nbytes] uint8 as it is stored: a view, a copy where it is not aligned."""
+    raw = record[part.offset : part.offset + part.nbytes]
+    stored = torch_dtype(part.dtype)
+    if raw.data_ptr() % stored.itemsize:
+        raw = raw.clone()
+    return raw.view(stored).view(part.shape)
 
 
 def check_context(wanted: int, max_positions: int) -> None:

@@ -16,6 +16,7 @@ from runtime.checkpoint import Checkpoint, CheckpointError
 from runtime.errors import UserError
 from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import Fp4Shape, ShardLayout, expert_tensors
+from runtime.models.release_config import keys_named, require
 
 QUANT_BLOCK = (
     32  # rows and columns of an FP8 matrix that share an E8M0 scale; columns of an Engram row
@@ -101,21 +102,16 @@ class DeepseekSpec:
         """Read a release's config.json. Raises UserError naming the key and value that are not supported."""
         if config.get("model_type") != "deepseek_v41":
             raise _unsupported("model_type", config.get("model_type"), "deepseek_v41")
-        try:
+        with keys_named():
             _require_storage(config["quantization_config"])
             if config.get("tie_word_embeddings", False):
                 raise _unsupported("tie_word_embeddings", True, False)
             return cls._from_text_config(config["text_config"])
-        except KeyError as error:
-            raise UserError(
-                f"the checkpoint's config.json lacks {error}",
-                "fetch the snapshot again, or check model.family",
-            ) from error
 
     @classmethod
     def _from_text_config(cls, c: Mapping[str, Any]) -> DeepseekSpec:
         rope = c["rope_scaling"]
-        _require(
+        require(
             {
                 "hidden_act": (c.get("hidden_act"), "silu"),
                 "scoring_func": (c.get("scoring_func"), "sqrtsoftplus"),
@@ -127,7 +123,8 @@ class DeepseekSpec:
                 "num_key_value_heads": (c.get("num_key_value_heads"), 1),
                 "n_shared_experts": (c.get("n_shared_experts"), 1),
                 "rope_scaling.rope_type": (rope.get("rope_type"), "yarn"),
-            }
+            },
+            _unsupported,
         )
         num_layers, num_drafts = c["num_hidden_layers"], c["num_nextn_predict_layers"]
         ratios = tuple(c["compress_ratios"])
@@ -320,13 +317,6 @@ def _unsupported(key: str, found: Any, wanted: Any) -> UserError:
     )
 
 
-def _require(values: Mapping[str, tuple[Any, Any]]) -> None:
-    """values: key -> (found, wanted). Raises UserError for the first that differ."""
-    for key, (found, wanted) in values.items():
-        if found != wanted:
-            raise _unsupported(key, found, wanted)
-
-
 def _require_storage(quantization: Mapping[str, Any]) -> None:
     wanted: dict[str, Any] = {
         "quant_method": "fp8",
@@ -335,7 +325,8 @@ def _require_storage(quantization: Mapping[str, Any]) -> None:
         "weight_block_size": [QUANT_BLOCK, QUANT_BLOCK],
         "scale_fmt": "ue8m0",
     }
-    _require({f"quantization_config.{k}": (quantization.get(k), v) for k, v in wanted.items()})
+    found = {f"quantization_config.{k}": (quantization.get(k), v) for k, v in wanted.items()}
+    require(found, _unsupported)
 
 
 def _fp8(name: str, rows: int, cols: int) -> Shapes:

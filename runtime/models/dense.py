@@ -30,7 +30,7 @@ from runtime.drafts.opening import check_device, has_heads
 from runtime.errors import UserError
 from runtime.experts.streamer import ExpertSource
 from runtime.living_kv.hot import buffer_tokens
-from runtime.models.buffers import check_context
+from runtime.models.buffers import NoRows, check_context, open_part
 from runtime.models.dense_codec import open_codec as open_codec
 from runtime.models.dense_state import SCORES_NBYTES, DenseState, KvState
 from runtime.models.dense_weights import (
@@ -52,15 +52,6 @@ if TYPE_CHECKING:
 HEAD_ROWS = 16384  # of the head that are widened at once
 STAGED_LAYERS = 3  # read ahead at most: the one in use and two on their way
 PASSING_LAYERS = 2  # slots in VRAM for layers that do not stay there: one in use, one on its way
-
-
-class NoRows:
-    """A family without tables on the drive."""
-
-    read_nbytes = wait_ns = 0
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class DenseModel:
@@ -86,7 +77,9 @@ class DenseModel:
         self.norm = weights[NORM].float()
         self.device = self.norm.device
         self.rows = NoRows()
-        self.dense_nbytes = sum(part.nbytes for i in range(spec.depth) for part in layout.parts(i))
+        self.dense_nbytes = sum(
+            part.nbytes for i in range(spec.depth) for part in layout.layer_parts(i)
+        )
         self.dense_nbytes += self.head.nbytes
 
     @property
@@ -144,15 +137,12 @@ class DenseModel:
     def open_layer(self, layer: int, record: Tensor) -> dict[str, Tensor]:
         """Cut a record into its tensors: gains in fp32, codes and scales as they are, others in the hidden dtype."""
         out = {}
-        for name, dtype, shape, offset, nbytes in self.layout.parts(layer):
-            raw = record[offset : offset + nbytes]
-            stored = torch_dtype(dtype)
-            if raw.data_ptr() % stored.itemsize:  # a shard's tensors need not be aligned
-                raw = raw.clone()
-            tensor = raw.view(stored).view(shape)
-            if dtype in FLOATS and not name.endswith(("_scale", "_global")):
-                tensor = tensor.to(torch.float32 if name.endswith("norm.weight") else self.dtype)
-            out[name] = tensor
+        for part in self.layout.layer_parts(layer):
+            tensor = open_part(record, part)
+            if part.dtype in FLOATS and not part.name.endswith(("_scale", "_global")):
+                is_gain = part.name.endswith("norm.weight")
+                tensor = tensor.to(torch.float32 if is_gain else self.dtype)
+            out[part.name] = tensor
         return out
 
     def block(

@@ -23,10 +23,14 @@ class PlainCodec(TextCodec):
         )
 
 
+def has_template(snapshot: Path) -> bool:
+    """Say whether a snapshot brings a chat template."""
+    if (snapshot / "chat_template.jinja").exists():
+        return True
+    config = snapshot / "tokenizer_config.json"
+    return config.exists() and bool(json.loads(config.read_text()).get("chat_template"))
+
+
 def open_codec(snapshot: Path) -> TextCodec:
     """Return the tokenizer and the form of conversations."""
-    config = snapshot / "tokenizer_config.json"
-    has_template = (snapshot / "chat_template.jinja").exists() or (
-        config.exists() and bool(json.loads(config.read_text()).get("chat_template"))
-    )
-    return TemplateCodec(snapshot) if has_template else PlainCodec(snapshot)
+    return TemplateCodec(snapshot) if has_template(snapshot) else PlainCodec(snapshot)

@@ -1,4 +1,4 @@
-"""What a dense model's attention asks of a conversation, and the plain one: every key and value, in growing buffers."""
+"""What plain attention asks of a conversation, and the plain state: every key and value, in growing buffers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,21 @@ from torch import Tensor
 
 from kernels import reference as ops
 from runtime.models.buffers import appended
-from runtime.models.dense_weights import DenseSpec
 
-SCORES_NBYTES = 2**26  # of fp32 scores that one call holds at once
+SCORES_NBYTES = 2**26  # of fp32 scores that one call computes at once; a few times that is held
+
+
+class HasHeads(Protocol):
+    """A configuration with grouped-query attention in every layer."""
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
 
 
 class KvState(Protocol):
@@ -54,14 +66,32 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tens
 class DenseState:
     """All keys and values: full attention."""
 
-    def __init__(self, spec: DenseSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: HasHeads, dtype: torch.dtype, device: torch.device, room: int = 0
+    ) -> None:
+        """room: tokens that the buffers hold at once; they grow beyond."""
         self.position = 0
         self._count = 0
-        shape = (0, spec.kv_heads, spec.head_dim)
+        shape = (room, spec.kv_heads, spec.head_dim)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.depth)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.depth)]
         self._visible: Tensor | None = None
         self._device = device
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return a copy of everything that decides the next tokens, as flat tensors in RAM."""
+        out = {"position": torch.tensor([self.position])}
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            out[f"keys.{layer}"] = keys[: self.position].to("cpu", copy=True)
+            out[f"values.{layer}"] = values[: self.position].to("cpu", copy=True)
+        return out
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Become the conversation that `tensors` was copied from."""
+        self.position = int(tensors["position"])
+        for name, buffers in (("keys", self.keys), ("values", self.values)):
+            for layer, buffer in enumerate(buffers):
+                buffers[layer] = appended(buffer, 0, tensors[f"{name}.{layer}"].to(self._device))
 
     def begin(self, num_tokens: int) -> None:
         self._count, self._visible = num_tokens, None
@@ -78,21 +108,6 @@ class DenseState:
 
     def observe(self, layer: int, hidden: Tensor) -> None:
         """Nothing is kept of it."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return a copy of everything that decides the next tokens, as flat tensors in RAM."""
-        out = {"position": torch.tensor([self.position])}
-        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            out[f"keys.{layer}"] = keys[: self.position].to("cpu", copy=True)
-            out[f"values.{layer}"] = values[: self.position].to("cpu", copy=True)
-        return out
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Become the conversation that `tensors` was copied from."""
-        self.position = int(tensors["position"])
-        for name, buffers in (("keys", self.keys), ("values", self.values)):
-            for layer in range(len(buffers)):
-                buffers[layer] = tensors[f"{name}.{layer}"].to(self._device, copy=True)
 
     def end(self) -> None:
         self.position += self._count

@@ -10,15 +10,16 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from conf.schema import Weights
 from kernels.formats import NVFP4_GROUP
 from runtime.checkpoint import Checkpoint, CheckpointError
 from runtime.errors import UserError
-from runtime.experts.layout import ExpertKey, Span
-from runtime.experts.tensor_runs import Part, lay_out
+from runtime.experts.layout import ExpertKey
+from runtime.experts.tensor_layout import TensorLayout
+from runtime.experts.tensor_runs import Part
+from runtime.models.release_config import keys_named, require
 
 FLOATS = ("BF16", "F16", "F32")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -78,13 +79,8 @@ class DenseSpec:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DenseSpec:
         """Read a release's config.json. Raises UserError naming the key and value that are not supported."""
-        try:
+        with keys_named():
             return cls._from_config(config)
-        except KeyError as error:
-            raise UserError(
-                f"the checkpoint's config.json lacks {error}",
-                "fetch the snapshot again, or check model.family",
-            ) from error
 
     @classmethod
     def _from_config(cls, c: Mapping[str, Any]) -> DenseSpec:
@@ -103,9 +99,7 @@ class DenseSpec:
             "sliding_window": (window, None),
             "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), 1.0),
         }
-        for key, (found, wanted) in required.items():
-            if found != wanted:
-                raise _unsupported(key, found, wanted)
+        require(required, _unsupported)
         dca = c.get("dual_chunk_attention_config")
         chunked = None
         if dca:
@@ -220,45 +214,24 @@ def _unsupported(key: str, found: Any, wanted: Any) -> UserError:
     )
 
 
-class LayerLayout:
-    """A layer's tensors where the release put them: one read for each run of them in a shard.
-
-    For the streamer it is one layer of `depth` experts. A record is the aligned superset of the runs.
-    """
-
-    num_layers = 1
+class LayerLayout(TensorLayout):
+    """A layer's tensors where the release put them. For the streamer it is one layer of `depth` experts."""
 
     def __init__(self, checkpoint: Checkpoint, spec: DenseSpec) -> None:
         """Find all tensors, checked for dtype and shape. Raises CheckpointError for one missing or not expected."""
-        self.num_experts = spec.depth
         self.weights = format_of(checkpoint)
         wanted = layer_entries(spec, self.weights)
         layers = [
-            [checkpoint.info(f"model.layers.{i}.{n}", *entry) for n, entry in wanted.items()]
+            {n: checkpoint.info(f"model.layers.{i}.{n}", *entry) for n, entry in wanted.items()}
             for i in range(spec.depth)
         ]
-        _account(checkpoint, spec, self.weights, {info.name for layer in layers for info in layer})
-        self._files = tuple(sorted({info.extent.file for layer in layers for info in layer}))
-        index = {file: i for i, file in enumerate(self._files)}
-        self._spans: list[tuple[Span, ...]] = []
-        self._parts: list[tuple[Part, ...]] = []
-        for i, infos in enumerate(layers):
-            spans, parts = lay_out(infos, index, f"model.layers.{i}.")
-            self._spans.append(spans)
-            self._parts.append(parts)
-        self.record_nbytes = max(spans[-1].dest + spans[-1].nbytes for spans in self._spans)
+        in_layers = {info.name for layer in layers for info in layer.values()}
+        _account(checkpoint, spec, self.weights, in_layers)
+        super().__init__(layers, num_layers=1)
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return self._files
-
-    def spans(self, key: ExpertKey) -> tuple[Span, ...]:
-        """Return the reads that fill a record; key.expert is the layer."""
-        return self._spans[key.expert]
-
-    def parts(self, layer: int) -> tuple[Part, ...]:
+    def layer_parts(self, layer: int) -> tuple[Part, ...]:
         """Return where each tensor lies in the layer's record, in the order of use."""
-        return self._parts[layer]
+        return self.parts(ExpertKey(0, layer))
 
 
 def _account(

@@ -19,6 +19,7 @@ from typing import Any
 from runtime.checkpoint import Checkpoint, CheckpointError, Extent, TensorInfo, read_extent
 from runtime.errors import UserError
 from runtime.experts.layout import PACK_SCALARS, SCALARS_PER_EXPERT, ExpertKey, Nvfp4Shape
+from runtime.models.release_config import keys_named, require
 from runtime.rows import RowTable
 
 PREFIX = "model.language_model."
@@ -81,13 +82,8 @@ class QwenSpec:
         """Read a release's config.json. Raises UserError naming the key and value that are not supported."""
         if config.get("model_type") != "qwen4_exp":
             raise _unsupported("model_type", config.get("model_type"), "qwen4_exp")
-        try:
+        with keys_named():
             return cls._from_text_config(config["text_config"])
-        except KeyError as error:
-            raise UserError(
-                f"the checkpoint's config.json lacks {error}",
-                "fetch the snapshot again, or check model.family",
-            ) from error
 
     @classmethod
     def _from_text_config(cls, c: Mapping[str, Any]) -> QwenSpec:
@@ -103,9 +99,7 @@ class QwenSpec:
             "ngram_size": (c.get("ngram_size"), 3),
             "ple_layer_ids (their number)": (len(c["ple_layer_ids"]), 1),
         }
-        for key, (found, wanted) in required.items():
-            if found != wanted:
-                raise _unsupported(key, found, wanted)
+        require(required, _unsupported)
         kinds = c["layer_types"]
         if len(kinds) != c["num_hidden_layers"]:
             raise _unsupported("layer_types (their number)", len(kinds), c["num_hidden_layers"])

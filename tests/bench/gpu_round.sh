@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What is run on a GPU before a release, part by part; figures go to EXPERIMENTS.md.
 #
-#   tests/bench/gpu_round.sh PART...      tests qwen together deepseek, each below ten minutes on an H200
+#   tests/bench/gpu_round.sh PART...      tests qwen together deepseek memory, each about ten minutes on an H200
 #
 # PYTHON: the interpreter (python3).  OUT: where checkpoints of random bytes and results go (/tmp/nvmoe).
 set -uo pipefail
@@ -17,7 +17,7 @@ bench() {
 }
 
 tests() {
-  "$PYTHON" -m pytest -q -p no:cacheprovider -n 4 tests/gpu
+  "$PYTHON" -m pytest -q -p no:cacheprovider -n 4 -m 'not slow' tests/gpu
   "$PYTHON" -m pytest -q -p no:cacheprovider -n 8 tests/unit/test_deepseek_{linear,prompt,token,attention,index,compress}.py
 }
 
@@ -44,10 +44,14 @@ deepseek() {
   bench "this machine's drive" "${model[@]}" model.synthetic.layers=8 model.synthetic.experts=12 cache.ram_gib=0
 }
 
+memory() {
+  "$PYTHON" tests/bench/bench_living_kv.py --out "$OUT"
+}
+
 [ $# -gt 0 ] || { sed -n '2,6p' "$0"; exit 2; }
 for part in "$@"; do
   case $part in
-    tests | qwen | together | deepseek) "$part" ;;
-    *) echo "unknown part '$part': tests, qwen, together or deepseek" >&2; exit 2 ;;
+    tests | qwen | together | deepseek | memory) "$part" ;;
+    *) echo "unknown part '$part': tests, qwen, together, deepseek or memory" >&2; exit 2 ;;
   esac
 done

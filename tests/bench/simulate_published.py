@@ -2,8 +2,9 @@
 
     python tests/bench/simulate_published.py
 
-Takes about two minutes; every assumption is in `conf/simulate/*_rtx5060.yaml` and in EXPERIMENTS.md. Not collected by
-pytest.
+First every published figure beside its setting, then tok/s over all of RAM and P (`prefetch.experts`) as the engines
+stood last. Takes about five minutes; every assumption is in `conf/simulate/*_rtx5060.yaml` and in EXPERIMENTS.md. Not
+collected by pytest.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
 from conf.schema import RunConfig, load
+from runtime.stats import RunSummary
 from stages.bench_report import format_table
 from stages.simulate import load_trace, plan, simulate
 
@@ -90,17 +92,37 @@ QWEN = [
     ),
 ]  # fmt: skip
 
+LAST = {"deepseek": ["simulate.layer_us=4700"], "qwen": []}
+RAM_GB, GUESSES = (0, 14, 16, 18), (0, 1, 2, 3, 4)
+
+
+def run(model: str, settings: list[str]) -> RunSummary:
+    """Simulate one setting."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        words = ["stages=[simulate]", f"simulate={model}_rtx5060", *COMMON, *settings]
+        cfg = load(compose("config", words))
+    trace = load_trace(cfg)
+    return simulate(cfg, trace, plan(cfg, trace.header))[0]
+
+
+def grid(model: str) -> str:
+    """Return tok/s by RAM and guesses, as a table."""
+    rows = []
+    for gb in RAM_GB:
+        cells = []
+        for guesses in GUESSES:
+            settings = [f"cache.ram_gib={gb * GB}", f"prefetch.experts={guesses}", *LAST[model]]
+            cells.append(f"{run(model, settings).decode_tok_s:.2f}")
+        rows.append([f"{model}, {gb} GB" if gb else f"{model}, drive only", *cells])
+    return format_table(["tok/s", *(f"P = {guesses}" for guesses in GUESSES)], rows)
+
 
 def main() -> None:
     ConfigStore.instance().store(name="schema", node=RunConfig)
     found = []
     for model, rows in (("deepseek", DEEPSEEK), ("qwen", QWEN)):
         for row in rows:
-            with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-                words = ["stages=[simulate]", f"simulate={model}_rtx5060", *COMMON, *row.settings]
-                cfg = load(compose("config", words))
-            trace = load_trace(cfg)
-            s, _ = simulate(cfg, trace, plan(cfg, trace.header))
+            s = run(model, row.settings)
             error = ""
             if row.low:
                 nearest = min(max(s.decode_tok_s, row.low), row.high)
@@ -126,6 +148,8 @@ def main() -> None:
     ]
     print(format_table(header, found))
     print(json.dumps([dict(zip(header, cells, strict=True)) for cells in found]))
+    for model in LAST:
+        print(grid(model), flush=True)
 
 
 if __name__ == "__main__":

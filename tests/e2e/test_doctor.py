@@ -284,6 +284,13 @@ def test_the_kernel_check_passes_a_right_kernel_and_no_other(family, monkeypatch
     assert expert_error(family, spec, device)[1] == float("inf")
 
 
+@pytest.mark.parametrize("family", ["dense", "qwen3_moe"])
+def test_no_kernel_is_checked_where_plain_torch_computes_the_experts(family):
+    from stages.doctor_kernels import expert_error
+
+    assert expert_error(family, SimpleNamespace(hidden=256, intermediate=96)) is None
+
+
 def test_a_rate_that_moved_since_the_last_time_is_said():
     rates = {"drive_gib_s": 2.0, "ram_gib_s": 30.0}
     before = Record(rates, "2026-11-30T09:05:18Z", model="tiny")

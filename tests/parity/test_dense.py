@@ -18,7 +18,9 @@ from transformers import (
 )
 
 from runtime.checkpoint import CheckpointError
+from runtime.engine import EngineFiles
 from runtime.errors import UserError
+from runtime.models import dense
 from runtime.models.dense_weights import DenseSpec, LayerLayout
 from tests.dense_models import SIZES, open_dense
 
@@ -120,3 +122,24 @@ def test_a_tensor_that_nobody_knows_stops_the_opening(reference):
     found.tensors["model.layers.0.self_attn.sinks"] = next(iter(found.tensors.values()))
     with pytest.raises(CheckpointError, match=r"self_attn\.sinks"):
         LayerLayout(found, spec)
+
+
+def test_the_plan_from_the_configuration_is_that_of_the_files(reference, make_config):
+    _, folder = reference
+    spec, config = dense.read_spec(folder), make_config("qwen25_7b_1m")
+    files = EngineFiles(folder)
+    found = dense.model_sizes(spec, files, dense.expert_layout(spec, files), config, torch.float32)
+    planned = dense.planned_sizes(spec, config, torch.float32, has_gpu=False)
+    # saved in fp32, planned for the two bytes of a release
+    assert 2 * planned.embedding_nbytes == found.embedding_nbytes
+    assert planned.state_nbytes == found.state_nbytes
+    assert abs(2 * planned.record_nbytes - found.record_nbytes) <= 16 * 4096
+
+
+def test_a_copy_of_a_state_goes_on_with_the_same_bits(reference):
+    model = open_dense(reference[1])
+    state, other = model.new_state(), model.new_state()
+    model.prefill(list(range(20)), state)
+    other.restore(state.tensors())
+    assert other.position == 20
+    assert torch.equal(model.decode(3, other), model.decode(3, state))

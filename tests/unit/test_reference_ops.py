@@ -33,6 +33,20 @@ def test_norms(rng):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("room", [None, 32, 70, 10_000])  # one row, two, all
+def test_linear_with_a_weight_as_stored(rng, dtype, room):
+    x = torch.randn(3, 32, generator=rng)
+    weight = torch.randn(5, 32, generator=rng).to(dtype)
+    bias = torch.randn(5, generator=rng).to(dtype)
+    scratch = None if room is None else torch.full((room,), float("nan"))
+    wanted = (x.double() @ weight.double().T).float()
+    torch.testing.assert_close(ops.stored_linear(x, weight, None, scratch), wanted)
+    found = ops.stored_linear(x, weight, bias, scratch)
+    torch.testing.assert_close(found, wanted + bias.float())
+    assert found.dtype == torch.float32
+
+
 def test_linear_with_fp8_rows(rng):
     x, weight = torch.randn(3, 32, generator=rng), torch.randn(5, 32, generator=rng)
     torch.testing.assert_close(ops.linear(x, weight), x @ weight.T)

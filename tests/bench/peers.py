@@ -1,0 +1,401 @@
+"""NVMoE beside transformers + accelerate and llama-cpp-python: one random-weight MoE, one memory cap, one run.
+
+    python tests/bench/peers.py --layers 6 --experts 32 --cap-gib 1.5 --set vocab_size=16384 \
+        --transformers-python VENV/bin/python --llama-python VENV/bin/python
+
+Makes a checkpoint of random bytes in the shape of Qwen3-30B-A3B (`model=qwen3_moe_synthetic`), writes the same values
+as GGUF, and compares every engine's logits with those of transformers in fp32 before anything is timed. Then each
+engine runs in a process of its own, in turns, `--repeats` times: prompts of given ids, each once cold and once warm,
+and forced tokens behind the first. Bytes are those that the kernel read for the process (/proc/self/io).
+
+The cap is a memory cgroup below this process's own (v1 or v2), page cache included; it needs the right to make one.
+Where there is none, the table says that nothing but the engines' own settings held them. Cold: what an engine keeps of
+the experts is forgotten, the group's page cache reclaimed, the files' dropped (posix_fadvise). Warm: the same again.
+
+Peers are not dependencies: `pip install '.[peers]'`, or environments of their own, named as above. One that is missing
+has a row that says so. Not collected by pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from conf.schema import DriveConfig
+from runtime.hardware import measure_drive_gib_s
+from runtime.models.qwen3_moe_weights import expert_layout
+from stages.bench_report import format_table
+from stages.synthetic_qwen3_moe import RELEASED
+
+HERE = Path(__file__).parent
+GIB, MIB = 2**30, 2**20
+ENGINES = ("ours", "transformers", "llama.cpp")
+LEAST_COSINE = 0.98  # of logits: bf16 rounding flips a few experts of random weights, a wrong tensor leaves nothing
+CHECK_GIB = 2.5  # of fp32 weights in RAM while the reference is computed
+
+
+class WorkerError(Exception):
+    """An engine that did not come to its end."""
+
+
+def main() -> None:
+    args = parse()
+    folder = args.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    snapshot = make_snapshot(args, folder)
+    config = json.loads((snapshot / "config.json").read_text())
+    interpreters = {
+        "ours": sys.executable,
+        "transformers": args.transformers_python,
+        "llama.cpp": args.llama_python,
+    }
+    gguf = folder / f"{snapshot.name}.gguf"
+    absent = find_absent(interpreters, args.engines, snapshot, gguf)
+    job = make_job(args, config, snapshot, gguf, folder)
+    engines = [name for name in args.engines if name not in absent]
+    with memory_group(args) as group:
+        job["cgroup"] = None if group is None else str(group)
+        closeness = compare_numbers(engines, interpreters, job) if engines else {}
+        absent |= {
+            name: f"not timed: {words}"
+            for name, (words, is_close) in closeness.items()
+            if not is_close
+        }
+        engines = [name for name in engines if name not in absent]
+        rows, versions = [], {}
+        for repeat in range(args.repeats):
+            ceiling = drive_gib_s(snapshot)
+            left = [name for name in engines if name not in absent]
+            turn = repeat % max(1, len(left))
+            for name in left[turn:] + left[:turn]:
+                try:
+                    found = run_worker(interpreters[name], job | {"engine": name}, group)
+                except WorkerError as error:
+                    absent[name] = str(error)
+                    continue
+                versions[name] = found["version"]
+                print(
+                    f"{repeat} {name}: opened in {found['open_s']:.1f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                for row in found["rows"]:
+                    line = {"repeat": repeat, "engine": name, **row, "drive_gib_s": ceiling}
+                    rows.append(line | {"peak_rss_nbytes": found["peak_rss_nbytes"]})
+                if args.record is not None:
+                    save(args.record, rows)
+            print(report(rows, args.engines, absent), file=sys.stderr, flush=True)
+    print(describe(args, config, group))
+    for name in args.engines:
+        words, _ = closeness.get(name, ("not compared", True))
+        print(f"{name}: {f'{versions[name]}; {words}' if name in versions else absent[name]}")
+    print(report(rows, args.engines, absent))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add = parser.add_argument
+    add("--folder", type=Path, default=ROOT / "outputs" / "peers")
+    add("--config", type=Path, help="folder with another config.json of this family")
+    add("--layers", type=int)
+    add("--experts", type=int)
+    add("--set", nargs="+", default=[], metavar="KEY=N", help="other numbers in config.json")
+    add(
+        "--disk-gib",
+        type=float,
+        default=20.0,
+        help="for the checkpoint; GGUF and offloaded layers come on top",
+    )
+    add("--cap-gib", type=float, default=1.5, help="of RAM; 0: none")
+    add("--overhead-gib", type=float, default=0.5, help="of it, for interpreter and libraries")
+    add("--vram-gib", type=float, help="of the GPU that may be used")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--threads", type=int, default=1)
+    add("--prompts", type=lambda text: [int(n) for n in text.split(",")], default=[32, 512, 2048])
+    add("--tokens", type=int, default=16)
+    add("--repeats", type=int, default=3)
+    add("--engines", type=lambda text: text.split(","), default=list(ENGINES))
+    add("--transformers-python", default=sys.executable)
+    add("--llama-python", default=sys.executable)
+    add("--record", type=Path, help="CSV for every measured row")
+    add("--ours", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of our config")
+    return parser.parse_args()
+
+
+def make_snapshot(args: argparse.Namespace, folder: Path) -> Path:
+    """Return the checkpoint's folder, made by the synthetic stage if it is not there."""
+    words = [f"model.synthetic.disk_gib={args.disk_gib}", f"paths.outputs={folder}"]
+    config = args.config or RELEASED
+    if args.set:
+        changed = json.loads((config / "config.json").read_text())
+        changed |= {key: int(n) for key, n in (word.split("=") for word in args.set)}
+        config = folder / "config"
+        config.mkdir(exist_ok=True)
+        (config / "config.json").write_text(json.dumps(changed))
+    words.append(f"model.path={config.resolve()}")
+    cuts = {"layers": args.layers, "experts": args.experts}
+    words += [f"model.synthetic.{key}={n}" for key, n in cuts.items() if n is not None]
+    command = [
+        sys.executable,
+        str(ROOT / "run.py"),
+        "model=qwen3_moe_synthetic",
+        "stages=[synthetic]",
+    ]
+    subprocess.run([*command, "hw=cpu", *words], check=True, cwd=ROOT, stdout=sys.stderr)
+    made = (folder / "artifacts" / "qwen3_moe_synthetic").glob("synthetic-*/record.json")
+    return max(made, key=lambda path: path.stat().st_mtime).parent
+
+
+def find_absent(
+    interpreters: dict[str, str], engines: Sequence[str], snapshot: Path, gguf: Path
+) -> dict[str, str]:
+    """Return engine -> why it cannot be measured. Makes the GGUF, which needs llama.cpp's environment."""
+    modules = {
+        "ours": "torch",
+        "transformers": "torch, transformers, accelerate",
+        "llama.cpp": "llama_cpp, gguf, numpy",
+    }
+    absent = {}
+    for name in engines:
+        try:
+            subprocess.run(
+                [interpreters[name], "-c", f"import {modules[name]}"],
+                check=True,
+                capture_output=True,
+            )
+        except (OSError, subprocess.CalledProcessError):
+            absent[name] = f"not installed: {interpreters[name]} cannot import {modules[name]}"
+    if "llama.cpp" in engines and "llama.cpp" not in absent and not gguf.exists():
+        command = [interpreters["llama.cpp"], str(HERE / "peers_gguf.py"), str(snapshot), str(gguf)]
+        done = subprocess.run(command, stderr=subprocess.PIPE, stdout=sys.stderr, text=True)
+        if done.returncode:
+            absent["llama.cpp"] = f"no GGUF: {done.stderr.splitlines()[-1]}"
+    return absent
+
+
+def make_job(
+    args: argparse.Namespace, config: dict[str, Any], snapshot: Path, gguf: Path, folder: Path
+) -> dict[str, Any]:
+    """Return what every worker is told; ids are the same for all."""
+    drawn = random.Random(1)
+    prompts = [[drawn.randrange(config["vocab_size"]) for _ in range(n)] for n in args.prompts]
+    forced = [drawn.randrange(config["vocab_size"]) for _ in range(args.tokens)]
+    return {
+        "snapshot": str(snapshot), "gguf": str(gguf), "offload": str(folder / "offload"),
+        "num_layers": config["num_hidden_layers"], "prompts": prompts, "forced": forced,
+        "context": max(args.prompts) + args.tokens + 8, "threads": args.threads, "device": args.device,
+        "dtype": "bfloat16", "cap_gib": args.cap_gib, "overhead_gib": args.overhead_gib, "vram_gib": args.vram_gib,
+        "ours": args.ours, "check": False,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def memory_group(args: argparse.Namespace) -> Iterator[Path | None]:
+    """Make a memory cgroup below this process's own, with the cap; None where that is not allowed."""
+    if not args.cap_gib:
+        yield None
+        return
+    limit = str(int(args.cap_gib * GIB))
+    group = None
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, own = line.split(":", 2)
+        is_v2 = number == "0" and not controllers
+        root = Path("/sys/fs/cgroup") / ("" if is_v2 else "memory")
+        file = "memory.max" if is_v2 else "memory.limit_in_bytes"
+        if not is_v2 and controllers != "memory":
+            continue
+        wanted = root / own.strip("/") / f"nvmoe-peers-{os.getpid()}"
+        try:
+            wanted.mkdir()
+            (wanted / file).write_text(limit)
+        except OSError as error:
+            print(f"no cap by {wanted}: {error.strerror}", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                wanted.rmdir()
+            continue
+        group = wanted
+        break
+    try:
+        yield group
+    finally:
+        if group is not None:
+            group.rmdir()
+
+
+def run_worker(interpreter: str, job: dict[str, Any], group: Path | None) -> dict[str, Any]:
+    """Run one engine in a process of its own, inside the group."""
+    files = [job["gguf"], *map(str, Path(job["snapshot"]).glob("*.safetensors"))]
+    files += map(str, Path(job["offload"]).glob("*"))
+    job = job | {"files": [file for file in files if os.path.exists(file)]}
+    enter = None
+    if group is not None:
+
+        def enter() -> None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(job["threads"]),
+        "TOKENIZERS_PARALLELISM": "0",
+    }
+    done = subprocess.run(
+        [interpreter, str(HERE / "peers_worker.py")],
+        input=json.dumps(job), stdout=subprocess.PIPE, text=True, preexec_fn=enter, env=environment,
+    )  # fmt: skip
+    if done.returncode:
+        why = (
+            "killed, the cap was too small" if done.returncode == -9 else f"exit {done.returncode}"
+        )
+        raise WorkerError(f"failed: {why}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def compare_numbers(
+    engines: Sequence[str], interpreters: dict[str, str], job: dict[str, Any]
+) -> dict[str, tuple[str, bool]]:
+    """Return engine -> (how close its logits are to transformers' in fp32, whether that will do)."""
+    import torch
+
+    if "transformers" not in engines:
+        return dict.fromkeys(engines, ("logits not compared: no transformers", True))
+    check = job | {"check": True, "cap_gib": 0, "cgroup": None, "device": "cpu", "vram_gib": None}
+
+    def logits(name: str, **more: Any) -> torch.Tensor:
+        found = run_worker(interpreters[name], check | {"engine": name, **more}, None)
+        return torch.tensor(found["logits"], dtype=torch.float64)
+
+    held = {"cap_gib": CHECK_GIB + job["overhead_gib"], "offload": f"{job['offload']}-fp32"}
+    wanted = logits("transformers", dtype="float32", **held)
+    closeness = {}
+    for name in engines:
+        # the weights need not be in RAM at once
+        try:
+            found = logits(name, **held | {"offload": job["offload"]})
+        except WorkerError as error:
+            closeness[name] = (str(error), False)
+            continue
+        cosine = torch.nn.functional.cosine_similarity(found, wanted).min().item()
+        same = int((found.argmax(-1) == wanted.argmax(-1)).sum())
+        words = f"cosine of logits with fp32 {cosine:.6f}, {same} of {len(wanted)} choices the same"
+        print(f"{name}: {words}", file=sys.stderr)
+        closeness[name] = (words, cosine >= LEAST_COSINE)
+    return closeness
+
+
+def drive_gib_s(snapshot: Path) -> float:
+    """Return the drive's ceiling: whole experts in random order, many asked for at once, around the page cache."""
+    from runtime.checkpoint import Checkpoint
+    from runtime.models.qwen3_moe import read_spec
+
+    layout = expert_layout(Checkpoint.open(snapshot), read_spec(snapshot))
+    return measure_drive_gib_s(layout, DriveConfig(), 3.0)
+
+
+def describe(args: argparse.Namespace, config: dict[str, Any], group: Path | None) -> str:
+    held = "no cap" if not args.cap_gib else f"cap {args.cap_gib:g} GiB "
+    if args.cap_gib:
+        held += (
+            "by a memory cgroup, page cache included"
+            if group
+            else "by the engines' own settings alone"
+        )
+    expert = 6 * config["hidden_size"] * config["moe_intermediate_size"]
+    experts = config["num_hidden_layers"] * config["num_experts"]
+    layers, top_k = config["num_hidden_layers"], config["num_experts_per_tok"]
+    return (
+        f"{layers} layers of {config['num_experts']} experts, top-{top_k}, {expert / MIB:.1f} MiB each: "
+        f"{experts * expert / GIB:.2f} GiB of experts, a token uses {layers * top_k * expert / MIB:.0f} MiB; {held}; "
+        f"{args.device}, {args.threads} thread(s); {args.repeats} turns, load {os.getloadavg()[0]:.1f} at the end"
+    )
+
+
+def report(rows: list[dict[str, Any]], engines: Sequence[str], absent: dict[str, str]) -> str:
+    """Return the table: medians, and the spread behind those that differ from turn to turn."""
+    prompts = list(dict.fromkeys(row["prompt"] for row in rows))
+    header = ["engine", "state", "tok/s", "times ours", "MiB a token", "of the drive"]
+    header += [f"first token {n}, s" for n in prompts] + ["peak RSS GiB"]
+    lines = []
+    for state in ("cold", "warm"):
+        ours = rates(rows, "ours", state)
+        for name in engines:
+            if name in absent:
+                lines.append([name, state, absent[name].split(":")[0], *["-"] * (len(header) - 3)])
+                continue
+            mine = [row for row in rows if row["engine"] == name and row["state"] == state]
+            decoded = [row for row in mine if "tok_s" in row]
+            speed = rates(rows, name, state)
+            times = "" if name == "ours" or not ours else ratio(speed, ours)
+            read = [row["token_nbytes"] / MIB for row in decoded]
+            share = [
+                row["tok_s"] * row["token_nbytes"] / GIB / row["drive_gib_s"] for row in decoded
+            ]
+            cells = [name, state, spread(speed), times, f"{statistics.median(read):.0f}"]
+            cells.append(f"{statistics.median(share):.0%}")
+            cells += [first_token(rows, name, state, n) for n in prompts]
+            cells.append(f"{max(row['peak_rss_nbytes'] for row in mine) / GIB:.2f}")
+            lines.append(cells)
+    return format_table(header, lines) + "\n* a peer's median ahead of ours"
+
+
+def first_token(rows: list[dict[str, Any]], engine: str, state: str, prompt: int) -> str:
+    """Return seconds to the first token, marked where a peer has fewer than we have."""
+
+    def seconds(name: str) -> list[float]:
+        key = (name, state, prompt)
+        return [r["ttft_s"] for r in rows if (r["engine"], r["state"], r["prompt"]) == key]
+
+    mine, ours = seconds(engine), seconds("ours")
+    is_ahead = engine != "ours" and ours and statistics.median(mine) < statistics.median(ours)
+    return spread(mine) + ("*" if is_ahead else "")
+
+
+def rates(rows: list[dict[str, Any]], engine: str, state: str) -> list[float]:
+    """Return the tok/s of each turn."""
+    return [
+        r["tok_s"] for r in rows if (r["engine"], r["state"]) == (engine, state) and "tok_s" in r
+    ]
+
+
+def ratio(theirs: Sequence[float], ours: Sequence[float]) -> str:
+    """Return how much of our speed a peer has, turn by turn, and who is ahead in how many."""
+    each = [a / b for a, b in zip(theirs, ours, strict=True)]
+    wins = sum(r > 1 for r in each)
+    middle = statistics.median(each)
+    mark = "*" if middle > 1 else ""
+    return f"{middle:.2f}{mark}" + (f" (ahead in {wins} of {len(each)})" if wins else "")
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return median (least..most)."""
+    digits = 2 if max(values) < 100 else 0
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
+
+
+def save(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write every row as CSV."""
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    started = time.perf_counter()
+    main()
+    print(f"{time.perf_counter() - started:.0f} s in all", file=sys.stderr)
