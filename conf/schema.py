@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = (
-    "synthetic", "download", "patch", "repack", "checksums", "spot_check", "residents", "quantize", "verify",
+    "synthetic", "download", "patch", "mirror", "repack", "checksums", "spot_check", "residents", "quantize", "verify",
     "bench", "simulate", "chat", "serve", "plan", "doctor",
     "memory_ingest", "memory_ask", "memory_chat", "memory_list", "memory_stats", "memory_quote", "memory_verify",
     "memory_migrate", "memory_prune",
@@ -27,6 +27,7 @@ STAGES = (
 # stages that a family has no use for, or that know nothing of it yet
 NOT_FOR_FAMILY = {
     "qwen": {
+        "mirror": "repack writes its experts to every drive of hw.drives",
         "checksums": "repack records them, in the pack",
         "quantize": "its experts are quantised as released",
     },
@@ -70,6 +71,16 @@ class DirectIo(Enum):
     auto = "auto"  # direct where the filesystem allows it, else through the page cache, said once
     require = "require"  # direct, or an error
     buffered = "buffered"  # through the page cache
+
+
+class Spread(Enum):
+    """How experts lie on several drives."""
+
+    stripe = "stripe"  # each expert on one drive, by its share
+    split = "split"  # a slice of each expert on every drive, by its share
+    mirror = (
+        "mirror"  # every expert on every drive: whichever would be first reads, and one may fail
+    )
 
 
 class ComputeDtype(Enum):
@@ -215,6 +226,17 @@ class DriveConfig:
 
 
 @dataclass
+class DrivePlace:
+    """One of several drives that experts are read from."""
+
+    folder: str | None = None  # on it; null: where the set-up stages keep the experts anyway
+    rate_gib_s: float | None = None  # as stages=[doctor] measures it; null: like the others
+    share: float | None = None  # of what is striped or split, in relation; null: by rate_gib_s
+    limit_gib: float | None = None  # written there at most; null: no limit
+    simulate_gib_s: float | None = None  # null: hw.drive.simulate_gib_s
+
+
+@dataclass
 class RatesConfig:
     """How fast the machine is, for plans; null: what stages=[doctor] measured on this machine."""
 
@@ -244,6 +266,9 @@ class HwConfig:
     pin_threads: bool = True  # with a GPU: decoding on one fast core, reader threads on the others
     compute_threads: int = 0  # threads of CPU arithmetic; 0: all cores but one, at most 8
     drive: DriveConfig = field(default_factory=DriveConfig)
+    # several drives, as [{folder: /mnt/a}, {folder: /mnt/b, rate_gib_s: 2}]; []: one, where the set-up writes anyway
+    drives: list[DrivePlace] = field(default_factory=list)
+    spread: Spread = Spread.split  # of experts over hw.drives
     rates: RatesConfig = field(default_factory=RatesConfig)
 
 
@@ -646,9 +671,16 @@ class RunConfig:
 
     @property
     def engine_stages(self) -> tuple[str, ...]:
-        """Stages that make what an engine opens; checksums where they are compared and no pack has its own."""
-        needs_checksums = self.cache.verify and "repack" not in self.model.setup
-        return (*self.model.makers, *(["checksums"] if needs_checksums else []))
+        """Stages that make what an engine opens.
+
+        Where experts are read in released shards: `mirror` with several drives, `checksums` with cache.verify.
+        """
+        names = list(self.model.makers)
+        if "repack" in names:
+            return tuple(names)
+        if self.hw.drives:
+            names.insert(names.index("download") + 1, "mirror")
+        return (*names, *(["checksums"] if self.cache.verify else []))
 
     @property
     def is_forced(self) -> bool:
@@ -798,6 +830,7 @@ def load(cfg: DictConfig) -> RunConfig:
     assert isinstance(run, RunConfig)
     checks = (
         _range_faults,
+        _drives_faults,
         _family_faults,
         _drafts_faults,
         _batch_faults,
@@ -857,6 +890,36 @@ def _range_faults(run: RunConfig) -> Iterable[str]:
         yield f"spot_check.experts must be a number or all, got {run.spot_check.experts!r}"
     if run.prompt is not None and not run.prompt.strip():
         yield 'the prompt is empty: give it as prompt="..."'
+
+
+def _drives_faults(run: RunConfig) -> Iterable[str]:
+    drives = run.hw.drives
+    if len(drives) == 1:
+        yield "hw.drives has one drive: name two or more, or leave it out"
+    if drives and "repack" not in run.model.setup and run.hw.spread is not Spread.mirror:
+        yield (
+            f"hw.spread={run.hw.spread.value} packs experts anew, and model={run.model.name} reads them in the "
+            "released shards: set hw.spread=mirror"
+        )
+    if drives and run.model.weights is not Weights.stored:
+        yield (
+            f"hw.drives has copies of released shards, not of model.weights={run.model.weights.value}: leave one of "
+            "them out"
+        )
+    limits = {"rate_gib_s": 1e6, "share": 1e6, "limit_gib": 2.0**20, "simulate_gib_s": 1000.0}
+    for i, drive in enumerate(drives):
+        for key, most in limits.items():
+            value = getattr(drive, key)
+            least = 0.0 if key == "simulate_gib_s" else 1e-6
+            if value is not None and not least <= value <= most:
+                yield f"hw.drives[{i}].{key} must be {least:g} to {most:g}, got {value:g}"
+    for key in ("rate_gib_s", "share"):
+        given = [getattr(drive, key) is not None for drive in drives]
+        if any(given) and not all(given):
+            yield f"hw.drives[{given.index(False)}].{key} is missing: give it for every drive, or for none"
+    threads = len(drives) * run.hw.drive.window * run.hw.drive.pieces
+    if len(drives) > 1 and threads > 256:
+        yield f"{len(drives)} drives x hw.drive.window x pieces make {threads} reader threads, at most 256"
 
 
 def _memory_faults(run: RunConfig) -> Iterable[str]:

@@ -36,10 +36,11 @@ from runtime.experts.copies import CudaCopier
 from runtime.experts.layer_slots import LayerSlots
 from runtime.experts.layout import ExpertKey, ExpertLayout
 from runtime.experts.policies import CACHES
-from runtime.experts.reader import DirectReader
 from runtime.experts.routes import RouteHeader, RouteRecorder
 from runtime.experts.shared import SharedReads, share
 from runtime.experts.slots import SlotExperts, passing_slots
+from runtime.experts.spread import drive_configs, open_reader, spare_rows, spread_of
+from runtime.experts.spread_reader import Copies
 from runtime.experts.streamer import ExpertSource, ExpertStreamer, ResidentExperts
 from runtime.experts.warm import WarmFile, WarmOwner
 from runtime.sampling import SamplingParams
@@ -101,6 +102,7 @@ class EngineFiles:
     published: Path | None = None  # a release's own code, patched
     checksums: Path | None = None  # of experts that lie inside released files; a pack has its own
     layers: Path | None = None  # of dense models: a quantised copy of their layers and head
+    mirror: Path | None = None  # what is known of copies of shards on other drives
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +154,12 @@ class Engine:
         experts: ExpertStreamer | SlotExperts | LayerSlots | ResidentExperts,
         top_k: int,
         shared: SharedReads | None = None,
+        spread: Copies | None = None,
     ) -> None:
         """vram_plan: None on a CPU.  cpus: where the thread ran before it was pinned; None: it was not.
 
         experts: of the main model, which may stand behind others in `model.experts`.  shared: in front of them, where
-        several conversations are decoded together.
+        several conversations are decoded together.  spread: where they lie on several drives.
         """
         self.config = config
         self.model = model
@@ -175,7 +178,7 @@ class Engine:
         self.drive_gib_s: float | None = None  # as it was last measured
         self._layout = layout
         self._cpus = cpus
-        self._experts, self._top_k = experts, top_k
+        self._experts, self._top_k, self._spread = experts, top_k, spread
         self.shared = shared
         self._recorder: RouteRecorder | None = None
         self._warm: WarmFile | None = None
@@ -220,6 +223,8 @@ class Engine:
         spec = family.read_spec(files.snapshot)
         family.check_support(spec, config, device)
         layout = family.expert_layout(spec, files)
+        spread = spread_of(layout, files.mirror, files.snapshot)
+        spares = spare_rows(spread, config.hw)
         sizes = family.model_sizes(spec, files, layout, config, dtype)
         sizes = sizes.for_conversations(config.serve.max_batch)
         wanted, reserve = config.hw.ram_gib, config.hw.reserve_gib
@@ -227,6 +232,7 @@ class Engine:
         limit = ram_limit(wanted, total, available, reserve)
         limited_by = describe_ram_limit(wanted, available, reserve)
         log.info("RAM that may be used: %s (%s)", format_nbytes(limit), limited_by)
+        limit -= spares * sizes.record_nbytes
         has_gpu = device.type == "cuda"
         plan = plan_memory(
             sizes,
@@ -239,8 +245,10 @@ class Engine:
         for warning in plan.warnings:
             log.warning("%s", warning)
         vram_plan = _plan_vram(config, sizes, device, family.READS_IN_PLACE) if has_gpu else None
-        checksums = Checksums.open(layout, files.checksums) if config.cache.verify else None
-        reader = DirectReader(layout.files, config.hw.drive)
+        checksums = None
+        if config.cache.verify:
+            checksums = Checksums.open(layout, files.checksums, spread)
+        reader = open_reader(layout, spread, config.hw)
         experts: ExpertStreamer | SlotExperts | LayerSlots | ResidentExperts
         if is_resident:
             experts = ResidentExperts(layout, reader)
@@ -255,6 +263,7 @@ class Engine:
                 config.prefetch.experts,
                 ahead_rows,
                 checksums,
+                spares,
                 make_cache=CACHES[config.cache.policy],
                 least_rows=sizes.top_k + ahead_rows,
             )
@@ -296,6 +305,7 @@ class Engine:
             experts,
             spec.top_k,
             shared,
+            spread,
         )
 
     def format_plan(self) -> str:
@@ -419,12 +429,20 @@ class Engine:
             return Rates(drive, hardware.measure_vram_gib_s(), hardware.measure_pcie_gib_s())
 
     def measure_drive(self, duration_s: float) -> float:
-        """Measure how many GiB/s of whole experts the drive gives now."""
+        """Measure how many GiB/s of whole experts the drive, or all of hw.drives, gives now."""
         # the threads that read may not be held to the decoding thread's core
         with cores.pinned(self._cpus or os.sched_getaffinity(0)):
-            rate = hardware.measure_drive_gib_s(self._layout, self.config.hw.drive, duration_s)
+            rate = self._measure_drives(duration_s)
         self.drive_gib_s = rate
         return rate
+
+    def _measure_drives(self, duration_s: float) -> float:
+        hw = self.config.hw
+        if self._spread is None:
+            return hardware.measure_drive_gib_s(self._layout, hw.drive, duration_s)
+        return hardware.measure_drives_gib_s(
+            self._layout, self._spread, drive_configs(hw), duration_s
+        )
 
     @property
     def routed_nbytes(self) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from runtime import cgroups
 from runtime.errors import UserError
 from runtime.experts.arena import HostArena
 from runtime.experts.drive import FileSet
-from runtime.experts.layout import ExpertKey, ExpertLayout
+from runtime.experts.layout import ExpertKey, ExpertLayout, Span
+from runtime.experts.spread_reader import Copies
 from runtime.units import GIB
 
 DRIVE_DEPTH = 8  # whole experts in flight when the drive is measured
@@ -195,25 +197,62 @@ def measure_drive_gib_s(
     Reads as an engine would (direct or not, simulated or not), but without its window: this is the drive's ceiling.
     """
     files = FileSet(layout.files, config)
-    order = list(range(layout.num_layers * layout.num_experts))
-    random.Random(0).shuffle(order)
-    arena = HostArena(DRIVE_DEPTH, layout.record_nbytes)
+    try:
+        reads = [layout.spans(key) for key in _every_key(layout)]
+        return _measure_gib_s([(files, reads)], layout.record_nbytes, duration_s)
+    finally:
+        files.close()
+
+
+def measure_drives_gib_s(
+    layout: ExpertLayout, copies: Copies, configs: Sequence[DriveConfig], duration_s: float = 0.3
+) -> float:
+    """Return the same of several drives at once, each giving what lies on it."""
+    with contextlib.ExitStack() as opened:
+        drives = []
+        for drive, config in enumerate(configs):
+            own = [i for i, home in enumerate(copies.drive_of) if home == drive]
+            if drive in copies.missing or not own:
+                continue
+            files = FileSet([copies.files[i] for i in own], config)
+            opened.callback(files.close)
+            reads = [
+                [s._replace(file_idx=own.index(s.file_idx)) for s in copy if s.file_idx in own]
+                for key in _every_key(layout)
+                for copy in copies.copies(key)
+            ]
+            drives.append((files, [spans for spans in reads if spans]))
+        return _measure_gib_s(drives, layout.record_nbytes, duration_s)
+
+
+def _every_key(layout: ExpertLayout) -> list[ExpertKey]:
+    return [ExpertKey(layer, e) for layer in range(layout.num_layers) for e in range(layout.num_experts)]  # fmt: skip
+
+
+def _measure_gib_s(
+    drives: Sequence[tuple[FileSet, Sequence[Sequence[Span]]]],
+    record_nbytes: int,
+    duration_s: float,
+) -> float:
+    """Read what lies on each drive in random order, over and over, all drives at once."""
+    arena = HostArena(DRIVE_DEPTH * len(drives), record_nbytes)
+    orders = [list(reads) for _, reads in drives]
+    for order in orders:
+        random.Random(0).shuffle(order)
     started = time.perf_counter()
 
     def read_some(row: int) -> int:
-        nbytes, at = 0, row
-        while time.perf_counter() - started < duration_s:
-            key = ExpertKey(*divmod(order[at % len(order)], layout.num_experts))
-            for span in layout.spans(key):
+        drive, at = divmod(row, DRIVE_DEPTH)
+        files, order = drives[drive][0], orders[drive]
+        nbytes = 0
+        while order and time.perf_counter() - started < duration_s:
+            for span in order[at % len(order)]:
                 target = arena.view(row)[span.dest : span.dest + span.nbytes]
                 files.read(span.file_idx, target, span.offset, span.need_nbytes)
                 nbytes += span.nbytes
             at += DRIVE_DEPTH
         return nbytes
 
-    try:
-        with ThreadPoolExecutor(DRIVE_DEPTH) as pool:
-            total = sum(pool.map(read_some, range(DRIVE_DEPTH)))
-    finally:
-        files.close()
+    with ThreadPoolExecutor(DRIVE_DEPTH * len(drives)) as pool:
+        total = sum(pool.map(read_some, range(DRIVE_DEPTH * len(drives))))
     return total / (time.perf_counter() - started) / GIB

@@ -11,18 +11,20 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from conf.schema import CachePolicy
+from conf.schema import CachePolicy, Spread
 from runtime.experts.cache import ExpertCache
 from runtime.experts.layout import ExpertKey, Span
+from runtime.experts.placement import place
 from runtime.experts.policies import CACHES, BeladyCache, PerLayerCache, SlruCache, uses_of
 from runtime.experts.routes import Kind, RouteHeader, RouteTrace, Step
 from runtime.experts.schedule import ReadJob, ReadQueue, cut_spans
 from runtime.experts.slots import SlotExperts, passing_slots
-from runtime.experts.streamer import ExpertStreamer, Wave
+from runtime.experts.streamer import ExpertStreamer, Reader, Wave
+from runtime.simulated_spread import DriveSet, SimulatedSpreadReader
 from runtime.stats import TokenStats
 from runtime.units import GIB, PAGE_NBYTES, align_up
 
@@ -31,7 +33,7 @@ from runtime.units import GIB, PAGE_NBYTES, align_up
 class Machine:
     """How long things take. Rates in GiB/s of 2**30 bytes."""
 
-    drive_gib_s: float
+    drive_gib_s: float  # of several, what they give together
     latency_us: float = 0.0  # of each read, beside its bytes
     depth: int = 32  # reads that the drive has in work at once; more wait
     is_shared: bool = (
@@ -49,6 +51,7 @@ class Machine:
     )
     host_after_ms: float = 0.0  # its work behind a layer's launches, while a GPU computes
     token_ms: float = 0.0  # the head, sampling, whatever a token needs once
+    drives_gib_s: tuple[float, ...] = ()  # of each of several drives; empty: there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,9 @@ class Setting:
     window: int = 2
     pieces: int = 4
     piece_kib: int = 128
+    spread: Spread = Spread.stripe  # of experts over several drives
+    shares: tuple[float, ...] = ()  # of what is striped or split
+    limits_nbytes: tuple[int | None, ...] = ()  # of each drive
 
 
 class SimulatedLayout:
@@ -197,10 +203,18 @@ class SharedDrive:
         return tag
 
 
+class Ending(Protocol):
+    """What a clock asks of drives."""
+
+    def next_end(self) -> float: ...
+
+    def end(self) -> Any: ...
+
+
 class Clock:
     """The time, and the reads that end while it passes."""
 
-    def __init__(self, drive: Drive) -> None:
+    def __init__(self, drive: Ending) -> None:
         self.now = 0.0  # seconds
         self.drive = drive
         self.on_end: Callable[[Any], None] = lambda _tag: None
@@ -225,8 +239,8 @@ class Clock:
 class SimulatedReader:
     """The real read queue, with as many reads under way as `DirectReader` has threads."""
 
-    def __init__(self, clock: Clock, setting: Setting) -> None:
-        self._clock, self._setting = clock, setting
+    def __init__(self, clock: Clock, drive: Drive, setting: Setting) -> None:
+        self._clock, self._drive, self._setting = clock, drive, setting
         self._queue = ReadQueue(setting.window)
         self._idle_threads = setting.window * setting.pieces
         clock.on_end = self._finish
@@ -257,7 +271,7 @@ class SimulatedReader:
         while self._idle_threads and (taken := self._queue.take()) is not None:
             job, piece = taken
             self._idle_threads -= 1
-            self._clock.drive.begin(self._clock.now, piece.nbytes, job)
+            self._drive.begin(self._clock.now, piece.nbytes, job)
 
     def _finish(self, job: ReadJob) -> None:
         self._idle_threads += 1
@@ -300,6 +314,9 @@ class _NoMemory:
     def view(self, row: int) -> memoryview:
         del row
         return memoryview(b"")
+
+    def swap(self, row: int, other: int) -> None:
+        """There is nothing to swap."""
 
     def pin_rows(self) -> int:
         """There is nothing to pin."""
@@ -407,14 +424,13 @@ class Simulation:
         setting: Setting,
         make_cache: CacheMaker = ExpertCache,
     ) -> None:
-        drive = SharedDrive(machine) if machine.is_shared else LineDrive(machine)
-        self.clock = Clock(drive)
         self.machine = machine
         layout = SimulatedLayout(header)
+        reader = self._open_reader(layout, setting)
         copies = setting.early_copies if machine.link_gib_s else 0
         self.streamer = ExpertStreamer(
             layout,
-            SimulatedReader(self.clock, setting),
+            reader,
             setting.cache_rows,
             setting.sweep_rows,
             setting.prefetch_experts,
@@ -441,6 +457,27 @@ class Simulation:
         self.counters = self.streamer.counters
         self._device_wait_s = 0.0
         self._requests = 0
+
+    def _open_reader(self, layout: SimulatedLayout, setting: Setting) -> Reader:
+        machine = self.machine
+        make = SharedDrive if machine.is_shared else LineDrive
+        drives: list[Drive] = [
+            make(replace(machine, drive_gib_s=rate))
+            for rate in machine.drives_gib_s or (machine.drive_gib_s,)
+        ]
+        if len(drives) == 1:
+            self.clock = Clock(drives[0])
+            return SimulatedReader(self.clock, drives[0], setting)
+        self.clock = Clock(DriveSet(drives))
+        placement = place(
+            setting.spread,
+            layout.num_layers,
+            layout.num_experts,
+            layout.record_nbytes,
+            setting.shares,
+            setting.limits_nbytes,
+        )
+        return SimulatedSpreadReader(self.clock, drives, setting, placement)
 
     def replay(self, trace: RouteTrace) -> list[TokenStats]:
         """Go through a trace; returns what each decoded token cost.

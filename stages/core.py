@@ -69,7 +69,8 @@ class Stage:
 
     `run` of an end point (chat, serve) leaves nothing behind; of others it fills `ctx.out`. `disk_nbytes` is asked
     before anything is written; in its place, while what the stage needs is not made yet, `expected_nbytes`, which knows
-    the config alone. Both are of the filesystem of `disk_root`; None is the artifacts'. `show` prints and judges a
+    the config alone. Both are of the filesystem of `disk_root`; None is the artifacts'. `elsewhere` says
+    how many more go to which other folders; without inputs, while they are not made yet. `show` prints and judges a
     finished record when the stage was asked for by name; `watch` looks at one that is used again.
     """
 
@@ -81,6 +82,9 @@ class Stage:
     disk_nbytes: Callable[[RunConfig, Mapping[str, Output]], int] = lambda _cfg, _inputs: 0
     expected_nbytes: Callable[[RunConfig], int] = lambda _cfg: 0
     disk_root: Callable[[RunConfig], Path | None] = lambda _cfg: None
+    elsewhere: Callable[[Runner, Mapping[str, Output] | None], Mapping[Path, int]] = (
+        lambda _runner, _inputs: {}
+    )
     show: Callable[[RunConfig, Output], None] = lambda _cfg, _output: None
     watch: Callable[[RunConfig, Output], None] = lambda _cfg, _output: None
     is_endpoint: bool = False
@@ -127,6 +131,11 @@ class StageContext:
             journal.flush()
             os.fsync(journal.fileno())
         self.units[unit] = facts
+
+    def forget_units(self) -> None:
+        """Begin anew: nothing that is journalled counts."""
+        write_atomically(self.out / JOURNAL_NAME, "")
+        self.units.clear()
 
 
 class Progress:
@@ -379,6 +388,8 @@ class Runner:
             if root is None:
                 nbytes -= _allocated(_partial(self.folder(name)))
             needed.setdefault(root or self.root, {})[name] = max(0, nbytes)
+            for folder, more in stage.elsewhere(self, inputs if is_ready else None).items():
+                needed.setdefault(folder, {})[name] = more
         for room in disk_rooms(needed):
             if room.need_nbytes and room.need_nbytes + DISK_MARGIN_NBYTES > room.free_nbytes:
                 parts = ", ".join(
@@ -386,6 +397,11 @@ class Runner:
                 )
                 total = format_nbytes(room.need_nbytes + DISK_MARGIN_NBYTES)
                 key = "paths.artifacts" if self.root in room.roots else "paths.hub (or HF_HOME)"
+                if any(
+                    str(root) in [drive.folder for drive in self.cfg.hw.drives]
+                    for root in room.roots
+                ):
+                    key = "hw.drives"
                 raise UserError(
                     f"{room.roots[0]} has {format_nbytes(room.free_nbytes)} free, the coming stages need {total} "
                     f"({parts})",
@@ -401,6 +417,8 @@ class Runner:
             if not stage.is_endpoint and self.decide(name).action != "skip":
                 root = stage.disk_root(self.cfg) or self.root
                 needed.setdefault(root, {})[name] = max(0, stage.expected_nbytes(self.cfg))
+                for folder, more in stage.elsewhere(self, None).items():
+                    needed.setdefault(folder, {})[name] = more
         return disk_rooms(needed)
 
     def _make(self, stage: Stage, inputs: Mapping[str, Output], decision: Decision) -> None:
@@ -495,7 +513,9 @@ def disk_rooms(needed: Mapping[Path, Mapping[str, int]]) -> list[DiskRoom]:
         device = existing.stat().st_dev
         free = shutil.disk_usage(existing).free
         before = rooms.get(device, DiskRoom((), free, {}))
-        rooms[device] = DiskRoom((*before.roots, root), free, {**before.parts, **parts})
+        names = {**before.parts, **parts}
+        together = {name: before.parts.get(name, 0) + parts.get(name, 0) for name in names}
+        rooms[device] = DiskRoom((*before.roots, root), free, together)
     return list(rooms.values())
 
 

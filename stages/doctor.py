@@ -17,7 +17,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,16 @@ from stages.doctor_record import (
     RECORD_NAME,
     Record,
     changes,
+    drive_folders,
     drive_identity,
     expert_files,
     expert_folder,
     machine_identity,
     merged_drives,
+    rate_name,
     read_record,
 )
+from stages.doctor_report import Finding, Report
 from stages.download import planned_spec, snapshot_of
 from stages.files import write_atomically
 from stages.hub import hub_cache
@@ -72,31 +75,6 @@ MEMLOCK_UNLIMITED = resource.RLIM_INFINITY
 PIN_STEP_NBYTES = 64 * MIB
 PIN_MOST_NBYTES = 32 * GIB  # tried, however large the cache: each GiB takes a part of a second
 FEW_FILES = 1024  # open at once: shards, threads and connections need some hundreds
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One row of the table."""
-
-    area: str
-    what: str
-    verdict: str  # ok, warn, bad
-    value: str
-    advice: str = ""
-
-
-@dataclass(slots=True)
-class Report:
-    """All that was found; rates in GiB/s."""
-
-    findings: list[Finding] = field(default_factory=list)
-    rates: dict[str, float] = field(default_factory=dict)
-    grid: list[DriveRate] = field(default_factory=list)
-    interface: str | None = None  # of the drive that experts are read from
-
-    def add(self, area: str, what: str, verdict: str, value: str, advice: str = "") -> None:
-        """Note a finding; `advice` says what to do about one that is not ok."""
-        self.findings.append(Finding(area, what, verdict, value, advice))
 
 
 def run(ctx: StageContext) -> None:
@@ -383,10 +361,24 @@ def check_drives(report: Report, cfg: RunConfig, runner: Runner, record_nbytes: 
     """Where artifacts and hub files lie; the rates are of the folder that the experts are read from."""
     files, folder = expert_files(runner), expert_folder(runner)
     places = {"experts": folder, "artifacts": runner.root}
+    if cfg.hw.drives:
+        del places["experts"]
     if cfg.model.source is Source.hub:
         places["hub cache"] = hub_cache(cfg).root
     for what, place in places.items():
         check_place(report, what, place, find_mount(place), is_read=what == "experts")
+    if cfg.hw.drives:
+        from stages.doctor_drives import check_each
+
+        check_each(report, cfg, runner, record_nbytes)
+    else:
+        measure_place(report, cfg, files, folder, record_nbytes)
+
+
+def measure_place(
+    report: Report, cfg: RunConfig, files: Sequence[Path], folder: Path, record_nbytes: int
+) -> None:
+    """Measure how fast a drive is read: on its own files, or where they are too few on one that is made there."""
     if sum(path.stat().st_size for path in files) < LEAST_FILE_NBYTES:
         files = []
     try:
@@ -588,18 +580,23 @@ def _save(ctx: StageContext, report: Report, record_nbytes: int, unsteady: list[
     """Leave the record for `plan` and `advise`, and all numbers in the run's folder."""
     path = ctx.runner.root.parent / RECORD_NAME
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    drive: dict[str, Any] | None = None
-    if "drive_gib_s" in report.rates:
-        folder = expert_folder(ctx.runner)
+    drives: list[dict[str, Any]] = []
+    for number, folder in drive_folders(ctx.runner).items():
+        names = {name: rate_name(name, number) for name in DRIVE_RATES}
+        if not report.rates.get(names["drive_gib_s"]):
+            continue
         mount = find_mount(folder)
-        drive = {
-            "identity": drive_identity(mount),
-            "folder": str(folder),
-            "interface": mount.interface,
-            "record_nbytes": record_nbytes,
-            "when": when,
-            **{name: report.rates[name] for name in DRIVE_RATES if name in report.rates},
-        }
+        drives.append(
+            {
+                "identity": drive_identity(mount),
+                "folder": str(folder),
+                "interface": mount.interface,
+                "record_nbytes": record_nbytes,
+                "when": when,
+                **({} if number is None else {"drive": number}),
+                **{n: report.rates[own] for n, own in names.items() if own in report.rates},
+            }
+        )
     record = {
         "when": when,
         "host": platform.node(),
@@ -608,7 +605,7 @@ def _save(ctx: StageContext, report: Report, record_nbytes: int, unsteady: list[
         "unsteady": unsteady,
         # a run without the GPU knows nothing of its link, an earlier one did
         "rates": {**read_record(ctx.runner).rates, **report.rates},
-        "drives": merged_drives(path, drive),
+        "drives": merged_drives(path, *drives),
         "findings": [asdict(finding) for finding in report.findings],
         "drive_grid": [asdict(rate) for rate in report.grid],
     }

@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Source
+from conf.schema import Source, Spread
+from runtime.experts.layout import PACK_BLOCKS
+from runtime.experts.spread import DrivesRecord
 from runtime.mounts import Mount, find_mount
 from runtime.units import format_nbytes
 from stages.core import Runner
+from stages.parts import bases
 
 RECORD_NAME = "doctor.json"
 DRIVE_RATES = ("drive_gib_s", "drive_sustained_gib_s")
@@ -58,6 +61,8 @@ def drive_identity(mount: Mount) -> dict[str, str | None]:
 
 def expert_files(runner: Runner) -> list[Path]:
     """Return the files in which this model's experts are read, as far as they are made."""
+    if runner.cfg.hw.drives:
+        return [file for files in drive_files(runner) for file in files]
     pack, download = (
         runner.find(n) if n in runner.cfg.model.setup else None for n in ("repack", "download")
     )
@@ -70,14 +75,54 @@ def expert_files(runner: Runner) -> list[Path]:
 
 def expert_folder(runner: Runner) -> Path:
     """Return the folder in which experts are read, or will be."""
-    cfg, files = runner.cfg, expert_files(runner)
+    files = expert_files(runner)
     if files:
         return files[0].resolve().parent
+    return _expected_folder(runner)
+
+
+def _expected_folder(runner: Runner) -> Path:
+    cfg = runner.cfg
     if cfg.model.source is not Source.hub or "repack" in cfg.model.setup:
         return runner.root
     from stages.hub import hub_cache  # the hub's library takes a second to load, advice less
 
     return hub_cache(cfg).root
+
+
+def drive_files(runner: Runner) -> list[list[Path]]:
+    """Return the files of each of hw.drives that experts are read from, as far as they are made and there."""
+    cfg = runner.cfg
+    download, repack, mirror = (runner.find(name) for name in ("download", "repack", "mirror"))
+    if "repack" in cfg.model.setup:
+        if repack is None:
+            return [[] for _ in cfg.hw.drives]
+        folders = DrivesRecord.read(repack.root, "repack").folders
+        return [[f for f in (Path(folder) / PACK_BLOCKS,) if f.exists()] for folder in folders]
+    if download is None or mirror is None:
+        return [[] for _ in cfg.hw.drives]
+    record, snapshot = DrivesRecord.read(mirror.root, "mirror"), download.facts["snapshot"]
+    return [
+        [f for f in (Path(folder or snapshot) / name for name in names) if f.exists()]
+        for folder, names in zip(record.folders, record.files, strict=True)
+    ]
+
+
+def drive_folders(runner: Runner) -> dict[int | None, Path]:
+    """Return where experts are read, or will be: a folder for each number in hw.drives; None: the only one."""
+    cfg = runner.cfg
+    if not cfg.hw.drives:
+        return {None: expert_folder(runner)}
+    home, download = runner.root.parent, runner.find("download")
+    if "repack" not in cfg.model.setup:
+        shards = () if download is None else Path(download.facts["snapshot"]).glob("*.safetensors")
+        home = next((shard.resolve().parent for shard in shards), _expected_folder(runner))
+    return dict(enumerate(bases(cfg, home)))
+
+
+def rate_name(name: str, drive: int | None) -> str:
+    """Return the name of a rate of one of hw.drives among all rates; None: of the only drive, or of all together."""
+    return name if drive is None else name.replace("drive_", f"drive_{drive}_")
 
 
 def read_record(runner: Runner, record_nbytes: int | None = None) -> Record:
@@ -99,11 +144,19 @@ def read_record(runner: Runner, record_nbytes: int | None = None) -> Record:
     if other:
         said = f"what doctor measured on {when} is of another machine ({', '.join(other)})"
         return Record(when=when, notes=(f"{said}: run stages=[doctor] here",))
-    rates = {name: rate for name, rate in rates.items() if name not in DRIVE_RATES}
-    drive, note = _drive_of(drives, expert_folder(runner), record_nbytes)
-    rates |= {name: drive[name] for name in DRIVE_RATES if name in drive}
-    notes = (note,) if note else ()
-    return Record(rates, when, notes, model, unsteady, drive.get("interface"))
+    rates = {name: rate for name, rate in rates.items() if not name.startswith("drive_")}
+    folders = drive_folders(runner)
+    found = {n: _drive_of(drives, folder, record_nbytes, n) for n, folder in folders.items()}
+    measured = [drive for drive, _ in found.values() if drive]
+    for name in DRIVE_RATES:
+        own = {rate_name(name, n): drive[name] for n, (drive, _) in found.items() if name in drive}
+        # copies are read from the drives that are there; of slices and stripes each is needed
+        if len(own) == len(found) or (own and runner.cfg.hw.spread is Spread.mirror):
+            rates |= own | {name: sum(own.values())}
+    notes = tuple(dict.fromkeys(note for _, note in found.values() if note))
+    interfaces = {drive.get("interface") for drive in measured}
+    interface = interfaces.pop() if len(interfaces) == 1 else None
+    return Record(rates, when, notes, model, unsteady, interface)
 
 
 def changes(before: Record, model: str, rates: Mapping[str, float]) -> dict[str, float]:
@@ -118,9 +171,12 @@ def changes(before: Record, model: str, rates: Mapping[str, float]) -> dict[str,
 
 
 def _drive_of(
-    drives: list[dict[str, Any]], folder: Path, record_nbytes: int | None
+    drives: list[dict[str, Any]], folder: Path, record_nbytes: int | None, number: int | None
 ) -> tuple[dict[str, Any], str]:
-    """Return what was measured of the drive below `folder`, with records most like ours, and what is to be said."""
+    """Return what was measured of the drive below `folder`, with records most like ours, and what is to be said.
+
+    number: in hw.drives, by which two drives alike are told apart.
+    """
     here = drive_identity(find_mount(folder))
     mine = [d for d in drives if d["identity"] == here]
     again = "run stages=[doctor] with this model"
@@ -133,7 +189,7 @@ def _drive_of(
         )
         return {}, f"{folder} is not on the drive that doctor measured ({changed}): {again}"
     wanted = record_nbytes or max(d["record_nbytes"] for d in mine)
-    best = min(mine, key=lambda d: _ratio(d["record_nbytes"], wanted))
+    best = min(mine, key=lambda d: (_ratio(d["record_nbytes"], wanted), d.get("drive") != number))
     if _ratio(best["record_nbytes"], wanted) <= LIKE_SIZE:
         return best, ""
     sizes = format_nbytes(best["record_nbytes"]), format_nbytes(wanted)
@@ -166,16 +222,18 @@ def _text(value: Any) -> str:
     return "unknown" if value is None else str(value)
 
 
-def merged_drives(old: Path, new: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the drives of an earlier record with a new measurement last, in the place of one of the same kind."""
+def merged_drives(old: Path, *new: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the drives of an earlier record with new measurements last, in the place of those of the same kind."""
     try:
         drives = json.loads(old.read_text())["drives"]
     except (OSError, ValueError, KeyError, TypeError):
         drives = []
-    if new is None:
-        return list(drives)
-    same = ("identity", "record_nbytes")
-    return [*(d for d in drives if any(d.get(k) != new[k] for k in same)), new]
+    kinds = [_kind(d) for d in new]
+    return [*(d for d in drives if _kind(d) not in kinds), *new]
+
+
+def _kind(drive: Mapping[str, Any]) -> list[Any]:
+    return [drive.get(key) for key in ("identity", "record_nbytes", "drive")]
 
 
 def _read(path: Path) -> str:

@@ -13,6 +13,7 @@ from runtime.models.deepseek_backends import resolve_arithmetic
 from runtime.mounts import IN_MEMORY, find_mount
 from stages.core import Output, Runner
 from stages.download import absolute, snapshot_of
+from stages.parts import bases, warn_of_shared_drives
 
 log = logging.getLogger("stages")
 
@@ -38,7 +39,8 @@ def uses_published_code(cfg: RunConfig) -> bool:
 
 def engine_files(inputs: Mapping[str, Output]) -> EngineFiles:
     """Return the folders that `Engine.open` needs."""
-    made = (inputs.get(name) for name in ("repack", "residents", "patch", "checksums", "quantize"))
+    names = ("repack", "residents", "patch", "checksums", "quantize", "mirror")
+    made = (inputs.get(name) for name in names)
     roots = [None if output is None else output.root for output in made]
     return EngineFiles(snapshot_of(inputs["download"]), *roots)
 
@@ -52,7 +54,10 @@ def open_engine(cfg: RunConfig, inputs: Mapping[str, Output], runner: Runner) ->
             "run stages=[verify] force=[verify] to see the table again, or force=true to go on all the same",
         )
     files = engine_files(inputs)
-    warn_of_slow_place(files.pack or files.snapshot)
+    folders = bases(cfg, files.snapshot if files.pack is None else runner.root.parent)
+    warn_of_shared_drives(folders)
+    for folder in folders or [files.pack or files.snapshot]:
+        warn_of_slow_place(folder)
     engine = Engine.open(cfg, files)
     if cfg.record and runner.run_dir is not None:
         path = runner.run_dir / ROUTES_NAME

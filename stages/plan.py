@@ -76,7 +76,7 @@ def run(ctx: StageContext) -> None:
     rates, source = planned_rates(cfg, ctx.runner, has_gpu, sizes.record_nbytes)
     if family.IS_DENSE:
         rates, source = None, "the laws are of routed experts, this model takes every layer"
-    rooms = ctx.runner.expected_disk(cfg.model.makers)
+    rooms = ctx.runner.expected_disk(cfg.engine_stages)
     fetching = fetch_line(cfg, rooms)
     print(f"{cfg.model.name} on hw={cfg.hw.name}{'' if has_gpu else ', on the CPU'}")
     print(format_disk(rooms, fetching))

@@ -13,6 +13,7 @@ from runtime.errors import UserError
 from runtime.experts.layout import ExpertKey
 from runtime.experts.policies import count_hits, most_hits
 from runtime.experts.routes import Kind, RouteHeader, RouteTrace, read_routes
+from runtime.experts.spread import drive_configs, weights_of
 from runtime.locality import Locality, generate
 from runtime.simulator import Machine, Setting, Simulation, cache_maker
 from runtime.stats import Rates, RunSummary, TokenStats, summarize
@@ -20,6 +21,7 @@ from runtime.units import GIB, MIB, format_nbytes
 from stages.bench_report import changed_keys, format_table
 from stages.core import Stage, StageContext
 from stages.files import absolute, write_atomically
+from stages.parts import limits_nbytes
 
 log = logging.getLogger("stages")
 
@@ -41,7 +43,7 @@ def run(ctx: StageContext) -> None:
         "decode_tok_s": {"median": summary.decode_tok_s},
         "demand": None if hits is None else asdict(hits),
         "model": asdict(trace.header),
-        "setting": asdict(setting),
+        "setting": asdict(setting) | {"spread": setting.spread.value},
         "machine": asdict(machine_of(cfg)),
         "policy": policy_of(cfg),
         "changed": changed_keys(cfg),
@@ -78,13 +80,15 @@ def load_trace(cfg: RunConfig) -> RouteTrace:
 def machine_of(cfg: RunConfig) -> Machine:
     """Return the machine that the config describes. Raises UserError when it has no drive."""
     simulate, drive = cfg.simulate, cfg.hw.drive
-    if not drive.simulate_gib_s:
+    rates = [own.simulate_gib_s for own in drive_configs(cfg.hw)] or [drive.simulate_gib_s]
+    if not all(rates):
         raise UserError(
-            "the drive of the imagined machine has no rate",
-            "set hw.drive.simulate_gib_s=8.2 (GiB/s), and hw.drive.simulate_latency_us if it matters",
+            "a drive of the imagined machine has no rate",
+            "set hw.drive.simulate_gib_s=8.2 (GiB/s), or simulate_gib_s of each of hw.drives, and "
+            "hw.drive.simulate_latency_us if it matters",
         )
     return Machine(
-        drive_gib_s=drive.simulate_gib_s,
+        drive_gib_s=sum(rates),
         latency_us=drive.simulate_latency_us,
         depth=simulate.drive_depth,
         is_shared=simulate.is_shared,
@@ -96,6 +100,7 @@ def machine_of(cfg: RunConfig) -> Machine:
         host_ms=simulate.host_us / 1e3,
         host_after_ms=simulate.host_after_us / 1e3,
         token_ms=simulate.token_us / 1e3,
+        drives_gib_s=tuple(rates) if cfg.hw.drives else (),
     )
 
 
@@ -127,7 +132,17 @@ def plan(cfg: RunConfig, header: RouteHeader) -> Setting:
         window=cfg.hw.drive.window,
         pieces=cfg.hw.drive.pieces,
         piece_kib=cfg.hw.drive.piece_kib,
+        spread=cfg.hw.spread,
+        shares=tuple(simulated_shares(cfg)),
+        limits_nbytes=tuple(limits_nbytes(cfg)),
     )
+
+
+def simulated_shares(cfg: RunConfig) -> list[float]:
+    """Return what each of hw.drives is given of stripes and slices: as told, else by the rates that are imagined."""
+    if any(drive.share is not None or drive.rate_gib_s is not None for drive in cfg.hw.drives):
+        return weights_of(cfg.hw)
+    return [drive.simulate_gib_s for drive in drive_configs(cfg.hw)]
 
 
 @dataclass(frozen=True, slots=True)

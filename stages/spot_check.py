@@ -5,7 +5,7 @@ released files with their checksums.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from blake3 import blake3
 from conf.schema import RunConfig
 from runtime.checkpoint import Checkpoint
 from runtime.engine import load_family
-from runtime.errors import VerificationError
+from runtime.errors import UserError, VerificationError
 from runtime.experts.arena import HostArena
 from runtime.experts.checks import Checksums
 from runtime.experts.layout import (
@@ -23,9 +23,11 @@ from runtime.experts.layout import (
     ExpertKey,
     ExpertLayout,
     PackedLayout,
+    Span,
 )
 from runtime.experts.reader import DirectReader
 from runtime.experts.schedule import ReadJob
+from runtime.experts.spread import SpreadPack, open_pack
 from runtime.models import qwen_weights as weights
 from stages.checksums import layout_of
 from stages.core import Stage, StageContext
@@ -33,7 +35,8 @@ from stages.download import snapshot_of
 
 EXPERTS_PER_UNIT = 64
 
-Compare = Callable[[ExpertKey, ReadJob], None]  # raises VerificationError
+# a read and the spans that it was made of; raises VerificationError
+Compare = Callable[[ExpertKey, ReadJob, Sequence[Span]], None]
 
 
 def run(ctx: StageContext) -> None:
@@ -52,9 +55,10 @@ def run(ctx: StageContext) -> None:
             [str(i) for i in range(0, len(chosen), EXPERTS_PER_UNIT)], "batches of experts"
         ):
             for key in chosen[int(unit) : int(unit) + EXPERTS_PER_UNIT]:
-                job = reader.submit(key, layout.spans(key), row.view(0))
-                reader.wait(job)
-                compare(key, job)
+                for copy in _copies(layout, key):
+                    job = reader.submit(key, copy, row.view(0))
+                    reader.wait(job)
+                    compare(key, job, copy)
             ctx.done(unit)
     finally:
         reader.close()
@@ -72,12 +76,14 @@ def _with_checkpoint(ctx: StageContext, snapshot: Path) -> tuple[Compare, Expert
     pack = ctx.inputs["repack"].root
     checkpoint = Checkpoint.open(snapshot)
     spec = load_family(ctx.cfg.model.family).read_spec(snapshot)
-    layout = PackedLayout.open(pack)
+    layout = open_pack(pack)
+    _check_all_there(layout)
     scalars = weights.read_pack_scalars(pack, spec)
 
-    def compare(key: ExpertKey, job: ReadJob) -> None:
+    def compare(key: ExpertKey, job: ReadJob, copy: Sequence[Span]) -> None:
         packed = bytes(job.buffer[: layout.record_nbytes])
-        compare_block(packed, bytes(weights.read_expert_block(checkpoint, spec, key)), key, layout)
+        original = bytes(weights.read_expert_block(checkpoint, spec, key))
+        compare_block(packed, original, key, layout, copy)
         _compare_checksum(packed, key, layout, pack)
         _compare_scalars(scalars, weights.read_expert_scalars(checkpoint, key), key, layout)
 
@@ -89,12 +95,17 @@ def _with_checksums(ctx: StageContext, snapshot: Path) -> tuple[Compare, ExpertL
     layout = layout_of(ctx.cfg, snapshot)
     recorded = Checksums.open(layout, ctx.inputs["checksums"].root)
 
-    def compare(_key: ExpertKey, job: ReadJob) -> None:
+    def compare(_key: ExpertKey, job: ReadJob, _copy: Sequence[Span]) -> None:
         recorded.check(job)
         if job.error is not None:
             raise job.error
 
     return compare, layout
+
+
+def _copies(layout: ExpertLayout, key: ExpertKey) -> Sequence[Sequence[Span]]:
+    """Return the ways to read an expert: every copy in a pack; shards where they were fetched to."""
+    return layout.copies(key) if isinstance(layout, PackedLayout) else (layout.spans(key),)
 
 
 def choose(wanted: str, seed: int, layout: ExpertLayout) -> list[ExpertKey]:
@@ -115,8 +126,23 @@ def choose(wanted: str, seed: int, layout: ExpertLayout) -> list[ExpertKey]:
     return sorted(chosen | set(generator.sample(rest, extra)))
 
 
-def compare_block(packed: bytes, original: bytes, key: ExpertKey, layout: PackedLayout) -> None:
-    """Raise VerificationError naming layer, expert, part and offset of the first byte that differs."""
+def _check_all_there(layout: PackedLayout) -> None:
+    """Raise UserError when a drive with copies is not there: they could not be checked."""
+    if isinstance(layout, SpreadPack) and layout.missing:
+        raise UserError(
+            f"the copies on {', '.join(layout.places[drive] for drive in sorted(layout.missing))} cannot be checked: "
+            "they are not there",
+            "connect the drive, or make its part anew: stages=[repack] force=[repack]",
+        )
+
+
+def compare_block(
+    packed: bytes, original: bytes, key: ExpertKey, layout: PackedLayout, copy: Sequence[Span]
+) -> None:
+    """Raise VerificationError naming layer, expert, part and offset of the first byte that differs, and its file.
+
+    copy: the reads that the packed bytes are from.
+    """
     if packed == original:
         return
     at = next(i for i, (a, b) in enumerate(zip(packed, original, strict=True)) if a != b)
@@ -124,10 +150,13 @@ def compare_block(packed: bytes, original: bytes, key: ExpertKey, layout: Packed
     for name, (start, nbytes) in layout.shape.parts().items():
         if start <= at < start + nbytes:
             part, offset = name, at - start
-    in_file = (layout.num_experts * key.layer + key.expert) * layout.record_nbytes + at
+    span = next(s for s in copy if s.dest <= at < s.dest + s.nbytes)
+    place = f"byte {span.offset + at - span.dest:,} of {layout.files[span.file_idx]}"
+    if isinstance(layout, SpreadPack):
+        place += f", drive {layout.drive_of[span.file_idx]} of hw.drives"
     raise VerificationError(
         f"layer {key.layer}, expert {key.expert}, {part}, byte {offset:,}: the pack has 0x{packed[at]:02X}, the "
-        f"checkpoint 0x{original[at]:02X} (byte {in_file:,} of {layout.files[0]})",
+        f"checkpoint 0x{original[at]:02X} ({place})",
         "the pack is damaged: run the same command with force=[repack]",
     )
 

@@ -64,6 +64,7 @@ def _run(
         or system is None
         or not model["variants"]
         or config["hw"]["drive"]["simulate_gib_s"]
+        or any(drive["simulate_gib_s"] for drive in config["hw"].get("drives", ()))
     ):
         return None
     cache = config["cache"]["ram_gib"]

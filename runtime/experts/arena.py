@@ -95,6 +95,7 @@ class HostArena:
         self.records: list[Tensor] = list(
             self.rows.unbind(0)
         )  # indexing a list costs a tenth of indexing a tensor
+        self._places = list(range(num_rows))
 
     def pin(self) -> None:
         """Register the memory with CUDA: the GPU reads records in place, at the same addresses. Raises UserError."""
@@ -151,4 +152,11 @@ class HostArena:
 
     def view(self, row: int) -> memoryview:
         """Return the bytes of one row, writable."""
-        return self._view[row * self.row_nbytes : (row + 1) * self.row_nbytes]
+        start = self._places[row] * self.row_nbytes
+        return self._view[start : start + self.row_nbytes]
+
+    def swap(self, row: int, other: int) -> None:
+        """Let two rows change their memory, in `records` and `view`."""
+        places, records = self._places, self.records
+        places[row], places[other] = places[other], places[row]
+        records[row], records[other] = records[other], records[row]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -20,6 +20,7 @@ from runtime.experts.layout import (
     Span,
 )
 from runtime.experts.schedule import ReadJob
+from runtime.experts.spread_reader import Copies
 from runtime.units import format_duration
 
 log = logging.getLogger(__name__)
@@ -27,22 +28,29 @@ log = logging.getLogger(__name__)
 SILENT_S = 10.0  # without any arrival, after which it is said
 
 
+def runs_of(layout: ExpertLayout, key: ExpertKey) -> tuple[Span, ...]:
+    """Return what of an expert has a checksum each: its reads; a packed block is one, in however many parts it lies."""
+    if isinstance(layout, PackedLayout):
+        return (layout.block(key),)
+    return layout.spans(key)
+
+
 def all_runs(layout: ExpertLayout) -> list[Span]:
-    """Return every expert's reads, one after the other, in the order of their checksums."""
+    """Return every expert's runs, one after the other, in the order of their checksums."""
     keys = (
         ExpertKey(layer, expert)
         for layer in range(layout.num_layers)
         for expert in range(layout.num_experts)
     )
-    return [span for key in keys for span in layout.spans(key)]
+    return [run for key in keys for run in runs_of(layout, key)]
 
 
 class Checksums:
     """The hashes that `repack` or `checksums` recorded, compared the first time that an expert is read."""
 
-    def __init__(self, recorded: bytes, layout: ExpertLayout) -> None:
-        """recorded: CHECKSUM_NBYTES for each of `all_runs`."""
-        self._recorded, self._layout = recorded, layout
+    def __init__(self, recorded: bytes, layout: ExpertLayout, copies: Copies | None = None) -> None:
+        """recorded: CHECKSUM_NBYTES for each of `all_runs`.  copies: where they lie on several drives."""
+        self._recorded, self._layout, self._copies = recorded, layout, copies
         self._is_packed = isinstance(layout, PackedLayout)
         self._first: dict[ExpertKey, int] = {}  # number of an expert's first run
         count = 0
@@ -50,11 +58,13 @@ class Checksums:
             for expert in range(layout.num_experts):
                 key = ExpertKey(layer, expert)
                 self._first[key] = count
-                count += len(layout.spans(key))
+                count += len(runs_of(layout, key))
         self._seen: set[Hashable] = set()
 
     @classmethod
-    def open(cls, layout: ExpertLayout, folder: Path | None = None) -> Checksums:
+    def open(
+        cls, layout: ExpertLayout, folder: Path | None = None, copies: Copies | None = None
+    ) -> Checksums:
         """Read the checksums in a folder, by default those of a pack. Raises UserError for none, or too few."""
         if folder is None and isinstance(layout, PackedLayout):
             folder = layout.root
@@ -71,7 +81,7 @@ class Checksums:
                 f"{path} has {len(recorded):,} bytes, which is not one checksum per run of an expert",
                 f"run the stage again that makes it: stages=[{stage}] force=[{stage}]",
             )
-        return cls(recorded, layout)
+        return cls(recorded, layout, copies)
 
     def check(self, job: ReadJob) -> None:
         """Give a finished read an error when its bytes are not what was recorded; each expert once."""
@@ -79,23 +89,37 @@ class Checksums:
         if job.error is not None or key in self._seen:
             return
         assert isinstance(key, ExpertKey)
-        for number, span in enumerate(self._layout.spans(key), self._first[key]):
+        for number, run in enumerate(runs_of(self._layout, key)):
             # up to what is needed: the last page of a file may be short, and what follows it in a row is left over
-            data = job.buffer[span.dest : span.dest + span.need_nbytes]
+            data = job.buffer[run.dest : run.dest + run.need_nbytes]
             found = blake3(data).digest(length=CHECKSUM_NBYTES)
-            wanted = self._recorded[CHECKSUM_NBYTES * number : CHECKSUM_NBYTES * (number + 1)]
+            at = CHECKSUM_NBYTES * (self._first[key] + number)
+            wanted = self._recorded[at : at + CHECKSUM_NBYTES]
             if found != wanted:
-                job.error = self._error(key, span, found, wanted)
+                job.error = self._error(key, number, run.need_nbytes, found, wanted)
                 return
         self._seen.add(key)
 
-    def _error(self, key: ExpertKey, span: Span, found: bytes, wanted: bytes) -> VerificationError:
+    def _error(
+        self, key: ExpertKey, number: int, nbytes: int, found: bytes, wanted: bytes
+    ) -> VerificationError:
+        ways: Sequence[Sequence[Span]]
+        if self._copies is None:
+            files, ways = self._layout.files, (self._layout.spans(key),)
+        else:
+            files, ways = self._copies.files, self._copies.copies(key)
+        places = []
+        for way in ways:
+            spans = way if self._is_packed else way[number : number + 1]
+            places.append(" and ".join(f"{files[s.file_idx]} at byte {s.offset:,}" for s in spans))
         stage, again = ("repack", "repack") if self._is_packed else ("checksums", "download")
+        mend = f"then force=[{again}]"
+        if self._copies is not None and not self._is_packed:
+            mend += ", or force=[mirror] where it finds nothing: a copy is damaged"
         return VerificationError(
-            f"layer {key.layer}, expert {key.expert} came from {self._layout.files[span.file_idx]} with wrong bytes: "
-            f"the checksum of {span.need_nbytes:,} bytes from byte {span.offset:,} on is {found.hex()}, {stage} "
-            f"recorded {wanted.hex()}",
-            f"see the kernel log (dmesg); run stages=[spot_check] spot_check.experts=all, then force=[{again}]",
+            f"layer {key.layer}, expert {key.expert} came from {' or '.join(places)} with wrong bytes: the checksum of "
+            f"{nbytes:,} bytes is {found.hex()}, {stage} recorded {wanted.hex()}",
+            f"see the kernel log (dmesg); run stages=[spot_check] spot_check.experts=all, {mend}",
         )
 
 

@@ -24,6 +24,8 @@ SCALARS_PER_EXPERT = (
     6  # global scales of gate, up, down; input scales of gate, up, down (NaN where absent)
 )
 
+_AGAIN = "run the repack stage again: python run.py stages=[repack] force=[repack]"
+
 
 class ExpertKey(NamedTuple):
     """One routed expert."""
@@ -132,42 +134,55 @@ class PackedLayout:
         self.record_nbytes = header.record_nbytes
         self.shape = Nvfp4Shape(header.hidden, header.intermediate)
 
-    @classmethod
-    def open(cls, root: Path) -> PackedLayout:
-        """Read and check `pack.json` and the size of `experts.bin`."""
-        hint = "run the repack stage again: python run.py stages=[repack] force=[repack]"
+    @staticmethod
+    def read_header(root: Path) -> PackHeader:
+        """Read and check `pack.json`. Raises UserError."""
         try:
             header = PackHeader(**json.loads((root / PACK_HEADER).read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise UserError(
-                f"the expert pack in {root} has no usable {PACK_HEADER}: {error}", hint
+                f"the expert pack in {root} has no usable {PACK_HEADER}: {error}", _AGAIN
             ) from error
         if header.version != PACK_VERSION:
             raise UserError(
                 f"the expert pack in {root} has layout version {header.version}, expected {PACK_VERSION}",
-                hint,
+                _AGAIN,
             )
-        layout = cls(root, header)
-        if (layout.shape.payload_nbytes, layout.shape.record_nbytes) != (
+        shape = Nvfp4Shape(header.hidden, header.intermediate)
+        if (shape.payload_nbytes, shape.record_nbytes) != (
             header.payload_nbytes,
             header.record_nbytes,
         ):
             raise UserError(
-                f"the sizes in {root / PACK_HEADER} do not follow from its shapes", hint
+                f"the sizes in {root / PACK_HEADER} do not follow from its shapes", _AGAIN
             )
+        return header
+
+    @classmethod
+    def open(cls, root: Path) -> PackedLayout:
+        """Read and check `pack.json` and the size of `experts.bin`."""
+        header = cls.read_header(root)
         wanted = header.num_layers * header.num_experts * header.record_nbytes
         found = (root / PACK_BLOCKS).stat().st_size if (root / PACK_BLOCKS).exists() else 0
         if found != wanted:
             raise UserError(
                 f"expert pack is truncated: {PACK_BLOCKS} has {found:,} bytes, {wanted:,} were written",
-                hint,
+                _AGAIN,
             )
-        return layout
+        return cls(root, header)
 
     @property
     def files(self) -> tuple[Path, ...]:
         return (self.root / PACK_BLOCKS,)
 
-    def spans(self, key: ExpertKey) -> tuple[Span, ...]:
+    def block(self, key: ExpertKey) -> Span:
+        """Return where a block stands among all of them."""
         offset = (self.num_experts * key.layer + key.expert) * self.record_nbytes
-        return (Span(0, offset, self.record_nbytes, self.record_nbytes, 0),)
+        return Span(0, offset, self.record_nbytes, self.record_nbytes, 0)
+
+    def spans(self, key: ExpertKey) -> tuple[Span, ...]:
+        return (self.block(key),)
+
+    def copies(self, key: ExpertKey) -> tuple[tuple[Span, ...], ...]:
+        """Return the ways to read a record whole: one."""
+        return (self.spans(key),)

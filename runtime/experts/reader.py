@@ -140,30 +140,37 @@ class DirectReader:
         return taken
 
     def _read_piece(self, job: ReadJob, piece: Span) -> None:
-        target = job.buffer[piece.dest : piece.dest + piece.nbytes]
-        try:
-            self._files.read(piece.file_idx, target, piece.offset, piece.need_nbytes)
-        except EOFError as error:
-            ends_at = error.args[0]
-            job.error = ReadError(
-                f"{self._where(job, piece)}: the file ends at byte {ends_at:,}, bytes up to "
-                f"{piece.offset + piece.need_nbytes:,} are needed",
-                "the file is truncated: run the stage that made it again (stages=[spot_check] tells which)",
-            )
-        except OSError as error:
-            job.error = ReadError(
-                f"{self._where(job, piece)}: {error.strerror or error}",
-                _HINTS.get(error.errno, FAILING),
-            )
-        except Exception as error:  # noqa: BLE001 - our own mistake: raised where the job is waited for
+        error = read_piece(self._files, piece.file_idx, job, piece)
+        if error is not None:
             job.error = error
 
-    def _where(self, job: ReadJob, piece: Span) -> str:
-        what = (
-            f"layer {job.key.layer}, expert {job.key.expert}"
-            if isinstance(job.key, ExpertKey)
-            else str(job.key)
+
+def read_piece(files: FileSet, file_idx: int, job: ReadJob, piece: Span) -> Exception | None:
+    """Read a piece of a job from a file of `files`; return what went wrong, in words where the drive is to blame."""
+    target = job.buffer[piece.dest : piece.dest + piece.nbytes]
+    try:
+        files.read(file_idx, target, piece.offset, piece.need_nbytes)
+    except EOFError as error:
+        ends_at = error.args[0]
+        return ReadError(
+            f"{_where(files.files[file_idx], job, piece)}: the file ends at byte {ends_at:,}, bytes up to "
+            f"{piece.offset + piece.need_nbytes:,} are needed",
+            "the file is truncated: run the stage that made it again (stages=[spot_check] tells which)",
         )
-        return (
-            f"cannot read {what} from {self._files.files[piece.file_idx]} at byte {piece.offset:,}"
+    except OSError as error:
+        return ReadError(
+            f"{_where(files.files[file_idx], job, piece)}: {error.strerror or error}",
+            _HINTS.get(error.errno, FAILING),
         )
+    except Exception as error:  # noqa: BLE001 - our own mistake: raised where the job is waited for
+        return error
+    return None
+
+
+def _where(file: Path, job: ReadJob, piece: Span) -> str:
+    what = (
+        f"layer {job.key.layer}, expert {job.key.expert}"
+        if isinstance(job.key, ExpertKey)
+        else str(job.key)
+    )
+    return f"cannot read {what} from {file} at byte {piece.offset:,}"

@@ -38,8 +38,25 @@ def cut_spans(spans: Sequence[Span], pieces: int, min_nbytes: int = PAGE_NBYTES)
     ]
 
 
+class Orphans:
+    """Reads into a buffer that were given up and may still end at any time: until `count` is 0 it is theirs.
+
+    `restart` reads the job once more, into other memory.
+    """
+
+    __slots__ = ("count", "restart")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.restart: Callable[[memoryview], None] | None = None
+
+
 class ReadJob:
-    """One record to be read into `buffer`. `error` is set, and `on_done` called, when its last piece is back."""
+    """One record to be read into `buffer`. `error` is set, and `on_done` called, when its last piece is back.
+
+    `orphans` is set, and `on_done` called, when a drive with another copy keeps some of it for too long: it is not
+    done, and has to be restarted with another buffer.
+    """
 
     __slots__ = (
         "buffer",
@@ -51,6 +68,7 @@ class ReadJob:
         "next_piece",
         "num_unfinished",
         "on_done",
+        "orphans",
         "pieces",
     )
 
@@ -73,6 +91,7 @@ class ReadJob:
         self.num_unfinished = len(pieces)
         self.is_done = False
         self.error: Exception | None = None
+        self.orphans: Orphans | None = None
 
     @property
     def is_started(self) -> bool:
@@ -136,6 +155,35 @@ class ReadQueue:
                 return True
         return False
 
+    def unissued(self) -> list[ReadJob]:
+        """Return the jobs with pieces that were not handed out, required ones first; idle ones are not among them."""
+        started = [job for job in self._active if not job.is_issued]
+        required = [job for job in started if job.is_required]
+        guesses = [job for job in started if not job.is_required]
+        return [*required, *self._required, *guesses, *self._guesses]
+
+    def unissued_idle(self) -> list[ReadJob]:
+        """Return the idle jobs with pieces that were not handed out."""
+        active = self._active_idle
+        return [*([] if active is None or active.is_issued else [active]), *self._idle]
+
+    def withdraw(self, job: ReadJob, most: int | None = None) -> list[Span]:
+        """Take back the last pieces of a job that were not handed out, at most `most`; a job without pieces is over."""
+        count = len(job.pieces) - job.next_piece
+        count = count if most is None else min(most, count)
+        kept = len(job.pieces) - count
+        back, job.pieces = list(job.pieces[kept:]), job.pieces[:kept]
+        job.num_unfinished -= count
+        if not job.num_unfinished:
+            job.is_done = True
+            self._idle.pop(job, None)
+            if job is self._active_idle:
+                self._active_idle = None
+            for jobs in (self._guesses, self._required, self._active):
+                if job in jobs:
+                    jobs.remove(job)
+        return back
+
     def take(self) -> tuple[ReadJob, Span] | None:
         """Hand out the next piece, or None while nothing may start."""
         required = [job for job in self._active if job.is_required]
@@ -149,15 +197,15 @@ class ReadQueue:
                 return self._hand_out(job)
         if self._guesses and len(self._active) < self.window:
             return self._start(self._guesses)
-        if self._has_idle_piece:
+        if self.has_idle_piece:
             if self._active_idle is None:
                 self._active_idle, _ = self._idle.popitem(last=False)
             return self._hand_out(self._active_idle)
         return None
 
     @property
-    def _has_idle_piece(self) -> bool:
-        """Whether an idle job may go on: nothing else is in work or waits."""
+    def has_idle_piece(self) -> bool:
+        """Whether `take` would go on with an idle job: nothing else is in work or waits."""
         if self._active or self._required or self._guesses:
             return False
         if self._active_idle is None:
@@ -167,7 +215,7 @@ class ReadQueue:
     @property
     def num_ready(self) -> int:
         """How many pieces `take` would hand out now, one after the other."""
-        if self._has_idle_piece:
+        if self.has_idle_piece:
             return 1
         required: list[ReadJob] = []
         guesses: list[ReadJob] = []

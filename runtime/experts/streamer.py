@@ -22,9 +22,8 @@ from runtime.experts.arena import PIN_HINT, HostArena
 from runtime.experts.cache import ExpertCache
 from runtime.experts.checks import Checksums, next_arrival
 from runtime.experts.layout import ExpertKey, ExpertLayout, Span
-from runtime.experts.reader import DirectReader
 from runtime.experts.routes import RouteListener
-from runtime.experts.schedule import ReadJob
+from runtime.experts.schedule import Orphans, ReadJob
 from runtime.stats import ExpertCounters
 from runtime.units import format_nbytes
 
@@ -140,6 +139,8 @@ class Arena(Protocol):
 
     def view(self, row: int) -> memoryview: ...
 
+    def swap(self, row: int, other: int) -> None: ...
+
     def pin_rows(self) -> int: ...
 
     def close(self) -> None: ...
@@ -175,6 +176,7 @@ class ExpertStreamer:
         prefetch_experts: int,
         ahead_rows: int = 0,
         checksums: Checksums | None = None,
+        spare_rows: int = 0,
         *,
         least_rows: int = 1,
         make_cache: Callable[[int], ExpertCache[ExpertKey]] = ExpertCache,
@@ -185,14 +187,17 @@ class ExpertStreamer:
         """cache_rows: at least the model's top-k.  sweep_rows: staging rows, read ahead of a prompt's computing.
 
         ahead_rows: how many rows `ahead` may keep from eviction; the route must find room beside them.  checksums: to
-        compare each expert with on its first read; None: not.  least_rows: what a token needs at once; `pin` may shrink
-        the cache to it.
+        compare each expert with on its first read; None: not.  spare_rows: for records that a stalled drive may still
+        write to the old memory of.  least_rows: what a token needs at once; `pin` may shrink the cache to it.
         The rest is for the simulator, which brings another cache, no memory, and a clock of its own.
         """
         self._layout = layout
         self._reader = reader
-        self._arena = make_arena(cache_rows + sweep_rows, layout.record_nbytes)
-        self._staging = range(cache_rows, cache_rows + sweep_rows)
+        num_rows = cache_rows + sweep_rows
+        self._arena = make_arena(num_rows + spare_rows, layout.record_nbytes)
+        self._staging = range(cache_rows, num_rows)
+        self._spares = list(range(num_rows, num_rows + spare_rows))
+        self._given_up: list[tuple[Orphans, int]] = []  # spares that may still be written to
         self._prefetch_experts = prefetch_experts
         self._ahead_rows = ahead_rows
         self._checksums = checksums
@@ -212,7 +217,9 @@ class ExpertStreamer:
         self._pinned: list[ExpertKey] = []  # by the call in progress
         self._ahead: list[ExpertKey] = []  # by `ahead` since that call
         self._ahead_before: list[ExpertKey] = []  # by `ahead` before it
-        self._staged: list[ReadJob] = []  # reads into staging rows by the sweep in progress
+        self._staged: dict[
+            ReadJob, int
+        ] = {}  # reads by the sweep in progress, and their staging rows
         self.listener: RouteListener | None = None
 
     @property
@@ -236,19 +243,22 @@ class ExpertStreamer:
 
         Once, before the first fetch. Raises UserError when not even one layer's route has room.
         """
-        rows, wanted = self._arena.pin_rows(), self.cache.num_rows
+        pinned, wanted, spares = self._arena.pin_rows(), self.cache.num_rows, len(self._spares)
+        rows = pinned - spares
         staging = min(len(self._staging), rows - self._least_rows)
         if rows == wanted + len(self._staging):
             return
-        granted = format_nbytes(rows * self._arena.row_nbytes)
+        granted = format_nbytes(pinned * self._arena.row_nbytes)
         if staging < 1:
+            least = self._least_rows + 1 + spares
             raise UserError(
-                f"CUDA pins only {granted} of RAM, {self._least_rows + 1} experts need "
-                f"{format_nbytes((self._least_rows + 1) * self._arena.row_nbytes)}",
+                f"CUDA pins only {granted} of RAM, {least} experts need "
+                f"{format_nbytes(least * self._arena.row_nbytes)}",
                 PIN_HINT,
             )
         self.cache = self._make_cache(rows - staging)
         self._staging = range(rows - staging, rows)
+        self._spares = list(range(rows, pinned))
         log.warning(
             "CUDA pins only %s of the %s that were planned: the expert cache holds %d experts instead of %d, so more "
             "is read from the drive; %s",
@@ -446,7 +456,7 @@ class ExpertStreamer:
 
     def _warmed(self, job: ReadJob) -> None:
         """In a reader's thread: thousands are checked before the decoding thread looks at them."""
-        if self._checksums is not None:
+        if self._checksums is not None and job.orphans is None:
             self._checksums.check(job)
         self._arrivals.put(job)
 
@@ -477,7 +487,7 @@ class ExpertStreamer:
         pinned = self._open_pins()
         for abandoned in self._staged:  # its row must not be handed out while it is written
             self._wait_for(abandoned)
-        self._staged = []
+        self._staged = {}
         free = deque(self._staging)
         ahead: deque[_Ahead] = deque()
         held: deque[_Ahead] = deque()  # yielded, still valid
@@ -521,7 +531,7 @@ class ExpertStreamer:
             if not self.cache.has_free_row:
                 row = free.popleft()
                 job = self._submit(key, row, is_required=True)
-                self._staged.append(job)
+                self._staged[job] = row
                 return _Ahead(key, row, job)
             coming = self._read(key, is_required=True)  # nobody is evicted: the cache starts warm
         self.cache.pin(key)
@@ -546,6 +556,9 @@ class ExpertStreamer:
         """Enter one finished read into the book."""
         key = job.key
         assert isinstance(key, ExpertKey)
+        if job.orphans is not None:
+            self._restart(job, job.orphans)
+            return
         if self._jobs.get(key) is not job:
             return  # a staging row: not in the cache's book
         if self._checksums is not None:
@@ -561,6 +574,23 @@ class ExpertStreamer:
                 if key in pinned:
                     pinned.remove(key)
             self.cache.drop(key)
+
+    def _restart(self, job: ReadJob, orphans: Orphans) -> None:
+        """Go on with a read that a stalled drive keeps some of: elsewhere, since its row may still be written to."""
+        assert isinstance(job.key, ExpertKey)
+        row = self._staged.get(job)
+        if row is None:
+            row = self.cache.row_of(job.key)
+        over = [spare for given_up, spare in self._given_up if not given_up.count]
+        self._given_up = [pair for pair in self._given_up if pair[0].count]
+        self._spares += over
+        assert row is not None, f"{job.key} is read without a row"
+        assert self._spares, "more records are on their way from a drive than it has rows to spare"
+        assert orphans.restart is not None
+        spare = self._spares.pop()
+        self._arena.swap(row, spare)
+        self._given_up.append((orphans, spare))
+        orphans.restart(self._arena.view(row))
 
     def _settle(self) -> None:
         while not self._arrivals.empty():
@@ -582,7 +612,7 @@ class ExpertStreamer:
 class ResidentExperts:
     """All experts in memory: what every streamed run is compared with."""
 
-    def __init__(self, layout: ExpertLayout, reader: DirectReader) -> None:
+    def __init__(self, layout: ExpertLayout, reader: Reader) -> None:
         """Read everything; the reader is closed afterwards."""
         self.counters = ExpertCounters()
         self._num_experts = layout.num_experts
@@ -595,7 +625,18 @@ class ResidentExperts:
         ]
         for row, key in enumerate(keys):
             reader.submit(key, layout.spans(key), self._arena.view(row), on_done=done.put)
-        errors = [job.error for job in (done.get() for _ in keys) if job.error is not None]
+        errors, left = [], len(keys)
+        while left:
+            job = done.get()
+            if (
+                job.orphans is not None
+            ):  # a row is one expert's for ever: what comes late is the same
+                assert job.orphans.restart is not None
+                job.orphans.restart(job.buffer)
+                continue
+            left -= 1
+            if job.error is not None:
+                errors.append(job.error)
         reader.close()
         if errors:
             raise errors[0]

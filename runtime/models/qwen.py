@@ -24,6 +24,7 @@ from runtime.drafts.opening import check_device, has_heads, most_rows
 from runtime.errors import UserError
 from runtime.experts.layout import Nvfp4Shape, PackedLayout
 from runtime.experts.reader import DirectReader
+from runtime.experts.spread import open_pack
 from runtime.experts.streamer import ExpertSource
 from runtime.models.buffers import check_context
 from runtime.models.lanes import open_lanes
@@ -82,7 +83,7 @@ def expert_layout(spec: QwenSpec, files: EngineFiles) -> PackedLayout:
     """Return where the experts are: in the pack."""
     del spec  # the pack has its own header
     assert files.pack is not None, "the repack stage makes it"
-    return PackedLayout.open(files.pack)
+    return open_pack(files.pack)
 
 
 def model_sizes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from runtime.engine import Engine
 from runtime.errors import UserError
 from runtime.experts.layout import ExpertKey
 from runtime.experts.shared import pause
+from runtime.experts.spread_reader import SpreadReader
 from runtime.models import qwen3_moe
 from runtime.models.dense_state import SCORES_NBYTES
 from runtime.sampling import SamplingParams
@@ -27,7 +29,7 @@ from runtime.together import Together
 from runtime.units import GIB
 from stages import synthetic_qwen3_moe as synthetic
 from stages.core import Runner
-from stages.opening import engine_files
+from stages.opening import engine_files, setup_stages
 from tests.unit.stub_server import StubServer
 
 SMALL = Path(__file__).resolve().parents[1] / "data" / "qwen3_moe_small"
@@ -143,6 +145,37 @@ def test_the_plan_made_before_any_file_is_that_of_the_files(made, root):
         spec, dataclasses.replace(cfg, model=short), torch.float32, has_gpu=False
     )
     assert fewer.residents_nbytes < planned.residents_nbytes
+
+
+def test_mirrored_shards_give_the_same_logits(made, engine, tmp_path, monkeypatch):
+    """Each expert is verified on its first read; both drives give some."""
+    (tmp_path / "b").mkdir()
+    drives = f"hw.drives=[{{}},{{folder:{tmp_path}/b}}]"
+    outputs = Path(made.cfg.paths.outputs)
+    runner = small_runner(outputs, drives, "hw.spread=mirror", "cache.verify=true")
+    names = setup_stages(runner.cfg)
+    assert names == ("download", "mirror", "checksums")
+    runner.run(names)
+    counts = [0, 0]
+
+    def counted(fd, buffers, offset):
+        counts[os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path / "b"))] += 1
+        return os.preadv(fd, buffers, offset)
+
+    ids = torch.randint(4608, (60,), generator=torch.Generator().manual_seed(4)).tolist()
+    with monkeypatch.context() as patch:
+        patch.setattr(SpreadReader.__init__, "__defaults__", (counted,))
+        mirrored = Engine.open(runner.cfg, engine_files({n: runner.find(n) for n in names}))
+    found = []
+    try:
+        for each in (engine, mirrored):
+            state = each.new_state()
+            prompt = each.model.prefill(ids[:50], state, True)
+            found.append([prompt, *(each.model.decode(token, state) for token in ids[50:])])
+    finally:
+        mirrored.close()
+    assert torch.equal(torch.cat(found[0]), torch.cat(found[1]))
+    assert min(counts) > sum(counts) / 4
 
 
 def test_a_token_reads_the_residents_and_its_experts(engine, root):

@@ -49,6 +49,25 @@ def test_from_a_recording_to_a_sweep(cli, outputs, tmp_path, capsys):
     assert "best: simulate.policy=belady" in done.stdout
 
 
+def test_what_a_second_drive_would_give(tmp_path, capsys):
+    """Of each drive its own rate, through the queue that reads; one without a rate is refused."""
+    words = ("simulate=qwen_rtx5060", "bench.tokens=4", "bench.warmup_tokens=2", "cache.ram_gib=0")
+    words += ("prefetch.experts=0", "simulate.host_us=0")
+    drives = "hw.drives=[{simulate_gib_s:4.1},{simulate_gib_s:%s}]"
+
+    def wait_ms(*more):
+        return simulated(tmp_path, *words, *more)["summary"]["drive_wait_ms_per_token"]
+
+    one = wait_ms("hw.drive.simulate_gib_s=4.1")
+    assert wait_ms(drives % 4.1, "hw.spread=mirror") == pytest.approx(one / 2, rel=0.01)
+    assert wait_ms(drives % 4.1) == pytest.approx(one / 2, rel=0.01)
+    assert wait_ms(drives % 2, "hw.spread=mirror") == pytest.approx(one * 4.1 / 6.1, rel=0.02)
+    assert one / 1.8 < wait_ms(drives % 4.1, "hw.spread=stripe") < one / 1.5
+    with pytest.raises(UserError, match="has no rate"):
+        wait_ms("hw.drives=[{simulate_gib_s:4.1},{}]")
+    capsys.readouterr()
+
+
 def test_a_published_model_on_more_ram(tmp_path, capsys):
     """A few tokens: more RAM and guesses are faster, a machine without a drive is refused."""
     words = ("simulate=deepseek_rtx5060", "bench.tokens=4", "bench.warmup_tokens=8")

@@ -91,10 +91,10 @@ def open_streamer(tiny_files, make_config):
     layout = PackedLayout.open(tiny_files.pack)
     made = []
 
-    def open_it(system, cache_rows=40, sweep_rows=8, least_rows=8) -> ExpertStreamer:
+    def open_it(system, cache_rows=40, sweep_rows=8, least_rows=8, spares=0) -> ExpertStreamer:
         reader = DirectReader(layout.files, make_config().hw.drive)
         streamer = ExpertStreamer(
-            layout, reader, cache_rows, sweep_rows, 0, least_rows=least_rows,
+            layout, reader, cache_rows, sweep_rows, 0, spare_rows=spares, least_rows=least_rows,
             make_arena=partial(HostArena, registrar=system),
         )  # fmt: skip
         made.append(streamer)
@@ -139,6 +139,21 @@ def test_staging_gives_way_before_the_route(open_streamer):
     assert streamer.cache.num_rows >= 8
     assert streamer.max_hold >= 1
     read_some(streamer)
+
+
+def test_rows_to_spare_for_a_drive_that_stalls_are_pinned_too(open_streamer):
+    system = Granting(20 * 24576)
+    streamer = open_streamer(system, spares=5)
+    streamer.pin()
+    pinned = system.used // 24576
+    assert streamer.cache.num_rows + streamer.max_hold + 5 == pinned
+    assert streamer._spares == list(range(pinned - 5, pinned))
+    read_some(streamer)
+    whole = open_streamer(Granting(2**40), spares=5)
+    whole.pin()
+    assert whole.cache.num_rows == 40
+    with pytest.raises(UserError, match="14 experts need"):
+        open_streamer(Granting(13 * 24576), spares=5).pin()
 
 
 def test_less_than_one_layers_route(open_streamer, fault_row):
