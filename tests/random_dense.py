@@ -63,7 +63,7 @@ def random_model(
     records = []
     for layer in range(spec.depth):
         record = torch.zeros(layout.record_nbytes, dtype=torch.uint8, device=device)
-        for name, kind, shape, offset, nbytes in layout.parts(layer):
+        for name, kind, shape, offset, nbytes in layout.layer_parts(layer):
             part = record[offset : offset + nbytes]
             _fill(part.view(torch_dtype(kind)).view(shape), name, weights, spec, source)
         records.append(record)

@@ -24,7 +24,7 @@ SHORT = (
     "max_tokens=4", "hw=cpu", "hw.compute_threads=1",
 )  # fmt: skip
 NOT_TOURED = {
-    "synthetic", "patch", "checksums",  # of other models
+    "synthetic", "patch", "checksums", "mirror", "quantize",  # of other models or drives
     "serve", "advise_serve",  # do not end
     "simulate", "advise", "advise_check",  # of machines that are not here
 }  # fmt: skip
