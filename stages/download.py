@@ -352,7 +352,8 @@ class _HubWork:
         """Return when every file is in the cache with the right bytes, and journalled."""
         self._ctx.expect(len(self._ctx.units.keys() | {file.path for file in files}))
         self._check(files, what)
-        missing = [file for file in files if not self._cache.has(file)]
+        # what another run has brought since is not journalled yet: it is hashed as what is fetched
+        missing = [file for file in files if file.path not in self._ctx.units]
         if not missing:
             return
         if self._hub.is_offline:

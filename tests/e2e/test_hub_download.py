@@ -26,6 +26,7 @@ from huggingface_hub import close_session, constants
 
 from runtime.checkpoint import Checkpoint
 from runtime.errors import UserError, VerificationError
+from stages import download
 from stages.core import Runner
 from stages.transfer import INCOMPLETE, Patience
 
@@ -494,6 +495,19 @@ def test_a_killed_download_goes_on_where_it_was(hub, tmp_path, fault_row):
         "nothing: the process is gone",
         f"goes on at byte {have:,}, no file again",
     )
+
+
+def test_another_run_ends_between_looking_and_fetching(machine, hub, monkeypatch):
+    """What was not there a moment ago and is there now: taken over, checked and journalled like all else."""
+    check, others = download._HubWork._check, []
+
+    def check_then_wait(self, files, what):
+        check(self, files, what)
+        if what == "weights" and not others:
+            others.append(machine.download(artifacts="other"))
+
+    monkeypatch.setattr(download._HubWork, "_check", check_then_wait)
+    assert machine.download(artifacts="one") == wanted(hub) == others[0]
 
 
 def test_two_runs_at_once_share_the_work(machine, hub, fault_row):
