@@ -499,15 +499,16 @@ def test_a_killed_download_goes_on_where_it_was(hub, tmp_path, fault_row):
 
 def test_another_run_ends_between_looking_and_fetching(machine, hub, monkeypatch):
     """What was not there a moment ago and is there now: taken over, checked and journalled like all else."""
-    check, others = download._HubWork._check, []
+    check, others = download._HubWork._check, {}
 
     def check_then_wait(self, files, what):
         check(self, files, what)
         if what == "weights" and not others:
-            others.append(machine.download(artifacts="other"))
+            others["begun"] = True
+            others["found"] = machine.download(artifacts="other")
 
     monkeypatch.setattr(download._HubWork, "_check", check_then_wait)
-    assert machine.download(artifacts="one") == wanted(hub) == others[0]
+    assert machine.download(artifacts="one") == wanted(hub) == others["found"]
 
 
 def test_two_runs_at_once_share_the_work(machine, hub, fault_row):
