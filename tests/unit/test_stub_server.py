@@ -727,10 +727,15 @@ def open_request(server: StubServer, is_stream: bool, text: str) -> socket.socke
     return sock
 
 
+def is_full(queue: dict[str, Any]) -> bool:
+    """One in work and one that waits; the first waits for a moment too."""
+    return queue["running"] is not None and len(queue["waiting"]) == 1
+
+
 def is_in_phase(server: StubServer, phase: str) -> bool:
     queue = server.get("/status").json()["queue"]
     if phase == "waiting":
-        return len(queue["waiting"]) == 1
+        return is_full(queue)
     return queue["running"] is not None and queue["running"]["phase"] == phase
 
 
@@ -801,7 +806,7 @@ def test_stopping_ends_open_streams_with_an_error(codec):
         ]
         for thread in threads:
             thread.start()
-        wait_for(lambda: len(server.get("/status").json()["queue"]["waiting"]) == 1)
+        wait_for(lambda: is_full(server.get("/status").json()["queue"]))
         server.worker.stop()
         for thread in threads:
             thread.join(30)
