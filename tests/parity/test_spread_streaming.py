@@ -23,10 +23,10 @@ from runtime.experts.spread import open_pack, spare_rows
 from runtime.experts.spread_reader import SpreadReader
 from runtime.experts.streamer import ExpertStreamer
 from runtime.units import GIB, PAGE_NBYTES
+from tests.parity.test_streaming import SCRIPTS, run_script
 
 TOP_K, EVERYTHING = 6, 8 * 64
 RECORD_GIB = 24576 / GIB
-SCRIPTS = ((5, 1, 1, 1, 1), (40, 1, 1, 1), (1, 1, 1, 6, 1, 1))
 MODES = {  # name -> spread, what each drive is told
     "stripe": ("stripe", [{"rate_gib_s": 4.1}, {"rate_gib_s": 2.0}]),
     "stripe of three, one small": ("stripe", [{}, {"limit_gib": 90 * RECORD_GIB}, {}]),
@@ -58,16 +58,6 @@ def packs(make_files, tmp_path_factory):
         return made[name]
 
     return get
-
-
-def run_script(model, script, tokens, state=None):
-    """Return the logits after each piece."""
-    state = model.new_state() if state is None else state
-    logits, at = [], 0
-    for size in script:
-        piece, at = tokens[at : at + size], at + size
-        logits.append(model.decode(piece[0], state) if size == 1 else model.prefill(piece, state))
-    return torch.cat(logits)
 
 
 @pytest.fixture(scope="module")
