@@ -119,11 +119,12 @@ def _ask(memory: Memory, rate_gib_s: float, ingest_s: float) -> Row:
     token_nbytes = model.spec.kv_token_values * model.dtype.itemsize
     step_nbytes = model.dense_nbytes + rows * token_nbytes
     kv_nbytes = sum(n for name, n in store.commit.lengths.items() if name.endswith(".kvb"))
+    worth = scratch.num_retrieved * memory.codec.payload_nbytes(store.header.block)
     return Row(
         store.commit.tokens, ingest_s, statistics.median(times[4:] or times), step_nbytes,
-        step_nbytes / (rate_gib_s * GIB) * 1e3, ask_ms, scratch.num_retrieved, store.read_nbytes - read, cold.moved_nbytes - moved,
-        round(scratch.num_retrieved * memory.codec.payload_nbytes(store.header.block) / store.header.block),
-        _peak(memory), kv_nbytes / max(1, store.commit.blocks * store.header.block),
+        step_nbytes / (rate_gib_s * GIB) * 1e3, ask_ms, scratch.num_retrieved, store.read_nbytes - read,
+        cold.moved_nbytes - moved, round(worth / store.header.block), _peak(memory),
+        kv_nbytes / max(1, store.commit.blocks * store.header.block),
     )  # fmt: skip
 
 
