@@ -57,6 +57,7 @@ BOUNDS = {
     "Engram": Bound(0.01, STEP),
     # products summed in the library's own order
     "fp32 product": Bound(FP32, 2e-5),
+    "fp32 mixes": Bound(FP32, 1e-4),
     "input of quantized_linear": Bound(0.02, STEP),
     # which may keep its partial sums in bf16
     "bf16 product": Bound(0.1, 4 * STEP),
@@ -66,8 +67,8 @@ BOUNDS = {
     "slots": Bound(0, 0),
     # shares on the other side of a bf16 rounding, behind an exponential
     "sparse_attention": Bound(0.02, STEP),
-    # one inner number rounded otherwise changes an E4M3 code now and then: 6 % of one number of one expert
-    "Moe": Bound(0.02, 0.03),
+    # one inner number rounded otherwise changes an E4M3 code now and then: 12 % at most, of one number of one expert
+    "Moe": Bound(0.02, 0.1),
 }
 
 
@@ -94,8 +95,8 @@ def compare(kind: str, layer: int, found: Tensor, wanted: Tensor) -> Compared:
     if bool(is_same.all()):
         return Compared(kind, layer, 0, a.numel(), 0.0)
     size = b.nan_to_num(posinf=0.0, neginf=0.0).norm(dim=1)
-    aside = torch.where(is_same, 0.0, (a - b).abs()).norm(dim=1)  # nan where one of them is not a number
-    row = torch.where(aside == 0, 0.0, aside / size).nan_to_num(nan=float("inf")).max()
+    aside = (a - b).masked_fill(is_same, 0).norm(dim=1)  # nan where one of them is not a number
+    row = (aside / size).masked_fill(aside == 0, 0).nan_to_num(nan=float("inf")).max()
     return Compared(kind, layer, int((~is_same).sum()), a.numel(), float(row))
 
 
@@ -284,7 +285,7 @@ def reference_taught(tape: Tape, model: ReferenceModel) -> Iterator[None]:
     }
     methods: dict[tuple[type, str], tuple[Kinds, dict[int, str]]] = {
         (published.RMSNorm, "forward"): ("rms_norm", {1: "input of rms_norm"}),
-        (published.Block, "hc_mixes"): ("hyper_mixes", {}),
+        (published.Block, "hc_mixes"): ("fp32 mixes", {}),
         (published.Block, "hc_pre"): ("hyper_read", {}),
         (published.Block, "hc_post"): ("hyper_write", {}),
         (published.Engram, "forward"): ("Engram", {}),
@@ -305,7 +306,9 @@ def reference_taught(tape: Tape, model: ReferenceModel) -> Iterator[None]:
         for (owner, name), (kinds, inputs) in methods.items():
             patch.setattr(owner, name, tape.whole(getattr(owner, name), kinds, inputs))
         gate = ("route weights", "route ids"), {}
-        patch.setattr(published.Gate, "forward", tape.whole(published.Gate.forward, *gate, always=True))
+        patch.setattr(
+            published.Gate, "forward", tape.whole(published.Gate.forward, *gate, always=True)
+        )
         head = type(model.transformer.head)
         plain_head = head.forward
 
@@ -336,7 +339,9 @@ def teach_prompt(first: Any, second: Any, tokens: list[int]) -> tuple[Tape, Any,
     return tape, *states
 
 
-def run_reference(tape: Tape, model: ReferenceModel, tokens: list[int], prompt: int) -> dict[str, Tensor]:
+def run_reference(
+    tape: Tape, model: ReferenceModel, tokens: list[int], prompt: int
+) -> dict[str, Tensor]:
     """Take in a prompt, then token by token.  Returns the state behind them.
 
     A process holds one model of the published code: record, close, open the other, `rewind`, run again.
@@ -366,7 +371,7 @@ def others_of(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
 
 # one bf16 step of one number ends at a median of 3e-2 and 0.33 at most (test_deepseek_taught.py); devices the same
 MEDIAN_DRIFT = 0.1
-MARGIN = 6  # rms differences of a row: a choice that is further ahead stays
+MARGIN = 4  # rms differences of a row: a choice that is further ahead stays; of those that changed 1.1 at most
 
 
 def drift_of(found: Tensor, wanted: Tensor) -> Tensor:
@@ -374,8 +379,11 @@ def drift_of(found: Tensor, wanted: Tensor) -> Tensor:
     return (found - wanted).square().mean(1).sqrt() / wanted.std(1)
 
 
-def drift_faults(found: Tensor, wanted: Tensor) -> list[str]:
-    """Return what cannot be two correct devices: logits [T, vocab] of the same tokens."""
+def drift_faults(found: Tensor, wanted: Tensor, clear: float = 0.5) -> list[str]:
+    """Return what cannot be two correct devices: logits [T, vocab] of the same tokens.
+
+    clear: least share of rows whose choice no drift can change.
+    """
     drift = drift_of(found, wanted)
     best = wanted.topk(2, dim=1)
     is_clear = best.values[:, 0] - best.values[:, 1] > MARGIN * drift * wanted.std(1)
@@ -389,7 +397,7 @@ def drift_faults(found: Tensor, wanted: Tensor) -> list[str]:
         faults.append(f"median drift {drift.median():.1e}")
     if bool((is_clear & is_other).any()):
         faults.append("a clear choice is another one")
-    if is_clear.float().mean() < 0.5:
+    if is_clear.float().mean() < clear:
         faults.append("few choices are clear")
     return faults
 

@@ -189,3 +189,84 @@ def test_no_mistake_shows_nothing(models, prompt):
     tape, state, other = teach_prompt(*models, prompt)
     assert not faults_of(tape.compared)
     assert not others_of(other.tensors(), state.tensors())
+
+
+# ---- the decoder of fixed shapes, interpreted ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def decoding():
+    """The golden model on its layers' own path, and with a decoder."""
+    plain = golden.make_model()
+    with pytest.MonkeyPatch.context() as patch:
+        packed = packed_model(patch)
+    return plain, packed
+
+
+def teach_decoder(decoding, start, steps):
+    """Decode tokens of p40 on the decoder, corrected.  Returns (faults, state tensors that are not the recorded)."""
+    plain, packed = decoding
+    tokens, state, other = golden.fed_tokens("p40"), plain.new_state(), packed.new_state()
+    if start:
+        plain.prefill(tokens[:start], state)
+    other.restore(state.tensors())
+    with corrected(packed.decoder) as right:
+        for token in tokens[start : start + steps]:
+            right.step(token, other, record_token(plain, token, state), state)
+    return faults_of(right.compared, DECODER_BOUNDS), others_of(other.tensors(), state.tensors())
+
+
+@pytest.mark.slow  # an interpreted step takes seconds
+@pytest.mark.parametrize(("start", "steps"), [(0, 2), (39, 2)])
+def test_the_decoder_is_the_layers_own_path(decoding, start, steps):
+    faults, others = teach_decoder(decoding, start, steps)
+    assert not faults
+    assert not others
+
+
+def stale_ring(decoder, patch):
+    """A token's own row of the window stays as it was."""
+    plain = decoder._token.prepare_token
+
+    def late(*args):
+        ring, before = args[7], args[7].clone()
+        plain(*args)
+        ring.copy_(before)
+
+    patch.setattr(decoder._token, "prepare_token", late)
+
+
+def moved_experts(decoder, patch):
+    """One layer's experts read from a row of codes further on."""
+    offsets = [list(layer) for layer in decoder._offsets]
+    offsets[2] = [(codes + decoder.spec.hidden // 2, scales) for codes, scales in offsets[2]]
+    patch.setattr(decoder, "_offsets", offsets)
+
+
+def swapped_weights(decoder, patch):
+    """The experts' outputs by ascending id, their weights by rank."""
+    plain = decoder._moe.route_token
+
+    def swapped(*args):
+        plain(*args)
+        args[5].copy_(args[5].flip(0))
+
+    patch.setattr(decoder._moe, "route_token", swapped)
+
+
+DECODER_MISTAKES = {
+    "stale_ring": (stale_ring, "window"),
+    "late_positions": (lambda decoder, patch: late_positions(decoder.model, patch), "window"),
+    "moved_experts": (moved_experts, "experts"),
+    "swapped_weights": (swapped_weights, "route weights"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DECODER_MISTAKES)
+def test_a_decoders_mistake_shows_where_it_is_made(decoding, monkeypatch, name):
+    plant, kind = DECODER_MISTAKES[name]
+    plant(decoding[1].decoder, monkeypatch)
+    faults, _ = teach_decoder(decoding, 39, 1)
+    print(*faults, sep="\n")
+    assert any(kind in fault for fault in faults)
