@@ -167,7 +167,7 @@ def test_a_mistake_in_a_decoded_token_shows(models, tokens, monkeypatch, plant, 
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("all_cores")
+@pytest.mark.usefixtures("many_threads")
 def test_sublayers_of_the_released_width(tmp_path_factory):
     """Layers 0, 1, 2 and 20 of the release, random weights, few experts and the bundled vocabulary."""
     folder = tmp_path_factory.mktemp("wide")

@@ -42,8 +42,8 @@ BOUNDS = {
     "fp4_rounded": Bound(0, 0),
     # sums of four streams, products with a cosine: fp32, then bf16
     "rotate": Bound(1e-3, STEP),
-    "hyper_read": Bound(1e-3, STEP),
-    "hyper_write": Bound(1e-3, STEP),
+    "hyper_read": Bound(5e-3, STEP),
+    "hyper_write": Bound(5e-3, STEP),
     # fp32 results: sums in another order, an exponential, 20 iterations
     "hyper_mixes": Bound(FP32, 2e-5),
     "steady_linear": Bound(FP32, 2e-6),
@@ -87,10 +87,9 @@ def compare(kind: str, layer: int, found: Tensor, wanted: Tensor) -> Compared:
     """Compare a result with the recorded one.  Places that are infinite in both are equal."""
     assert found.shape == wanted.shape, f"layer {layer}, {kind}: {found.shape}, {wanted.shape}"
     assert found.dtype == wanted.dtype, f"layer {layer}, {kind}: {found.dtype}, {wanted.dtype}"
-    a, b = found.detach().cpu(), wanted.cpu()
-    if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    a, b = (x.double().reshape(-1, x.shape[-1] if x.dim() else 1) for x in (a, b))
+    if not found.numel():
+        return Compared(kind, layer, 0, 0, 0.0)
+    a, b = (x.detach().cpu().double().reshape(-1, x.shape[-1]) for x in (found, wanted))
     is_same = a == b
     if bool(is_same.all()):
         return Compared(kind, layer, 0, a.numel(), 0.0)
