@@ -24,7 +24,7 @@ DECODER_BOUNDS = {
     "streams": Bound(1e-3, STEP),
     "input": Bound(0.01, STEP),  # a norm's
     "mixes": Bound(FP32, 2e-5),
-    "Engram": BOUNDS["Engram"],
+    "Engram": Bound(0.01, STEP),
     "low-rank query": Bound(0.01, STEP),
     "query": BOUNDS["quantized_linear"],
     # one norm's result rounded otherwise changes an E4M3 code now and then: 12 % of one number at most
@@ -34,12 +34,12 @@ DECODER_BOUNDS = {
     "index keys": Bound(0.02, 0.3),
     "tail": Bound(FP32, 2e-6),
     "chosen": Bound(0.02, 1.0),  # of the visible entries: what other FP4 codes of a query choose
-    "attended": BOUNDS["sparse_attention"],
+    "attended": Bound(0.02, STEP),
     "low-rank output": BOUNDS["input of quantized_linear"],
     "attention": BOUNDS["quantized_linear"],
     "route ids": BOUNDS["route ids"],
     "route weights": BOUNDS["route weights"],
-    "experts": BOUNDS["Moe"],
+    "experts": Bound(0.02, 0.1),
     "logits": Bound(FP32, 1e-3),  # behind a norm that is not corrected
 }
 
