@@ -144,7 +144,9 @@ def test_an_exact_arithmetic_drifts_as_far(models, prompt):
     moved = sum(r.unequal for r in is_moved)
     drift = drift_of(found, wanted)
     numel = sum(r.numel for r in tape.compared)
-    print(f"{moved} of {numel} results moved; drift: median {drift.median():.1e}, largest {drift.max():.1e}")
+    print(
+        f"{moved} of {numel} results moved; drift: median {drift.median():.1e}, largest {drift.max():.1e}"
+    )
     assert 0 < moved < 100
     assert drift.median() > 5e-3
     assert not drift_faults(found, wanted)
