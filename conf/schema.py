@@ -223,6 +223,9 @@ class DriveConfig:
     piece_kib: int = 128  # but none smaller than this: below, a request costs more than its bytes
     simulate_gib_s: float = 0.0  # pretend the drive gives this many GiB/s; 0 is the real drive
     simulate_latency_us: float = 0.0  # and adds this much to every read
+    process: bool = (
+        False  # read experts in a process of its own, whose threads leave the decoding one alone
+    )
 
 
 @dataclass
@@ -901,6 +904,8 @@ def _drives_faults(run: RunConfig) -> Iterable[str]:
             f"hw.spread={run.hw.spread.value} packs experts anew, and model={run.model.name} reads them in the "
             "released shards: set hw.spread=mirror"
         )
+    if drives and run.hw.drive.process:
+        yield "hw.drive.process reads from one drive, not from hw.drives: leave one of them out"
     if drives and run.model.weights is not Weights.stored:
         yield (
             f"hw.drives has copies of released shards, not of model.weights={run.model.weights.value}: leave one of "

@@ -248,7 +248,7 @@ class Engine:
         checksums = None
         if config.cache.verify:
             checksums = Checksums.open(layout, files.checksums, spread)
-        reader = open_reader(layout, spread, config.hw)
+        reader = open_reader(layout, spread, config.hw, checksums, is_shared=not is_resident)
         experts: ExpertStreamer | SlotExperts | LayerSlots | ResidentExperts
         if is_resident:
             experts = ResidentExperts(layout, reader)

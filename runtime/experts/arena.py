@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import os
 from pathlib import Path
 from typing import Protocol
 
@@ -63,15 +64,31 @@ def _forget_cuda_error() -> None:
 CUDA_REGISTRAR = CudaRegistrar()
 
 
+class Sharer(Protocol):
+    """A reader whose other process maps the rows too: a `ChildReader`."""
+
+    @property
+    def arena_fd(self) -> int: ...
+
+    def use(self, address: int, nbytes: int, num_rows: int) -> None:
+        """Read into these rows, which start at `address` in this process."""
+
+
 class HostArena:
-    """`num_rows` rows of `row_nbytes` (rounded up to pages), one anonymous mapping, zeroed by the kernel.
+    """`num_rows` rows of `row_nbytes` (rounded up to pages), one mapping, zeroed by the kernel.
 
     A row is handed out twice: as a memoryview for reads and as a uint8 tensor for kernels, over the same bytes.
     """
 
     def __init__(
-        self, num_rows: int, row_nbytes: int, registrar: Registrar = CUDA_REGISTRAR
+        self,
+        num_rows: int,
+        row_nbytes: int,
+        registrar: Registrar = CUDA_REGISTRAR,
+        *,
+        shared_fd: int = -1,
     ) -> None:
+        """shared_fd: an empty memfd for the rows, which another process maps too; -1: they are this process's own."""
         self.num_rows = num_rows
         self.row_nbytes = align_up(row_nbytes, PAGE_NBYTES)
         self.nbytes = self.num_rows * self.row_nbytes
@@ -79,7 +96,10 @@ class HostArena:
         self._pinned: list[tuple[int, int]] = []  # (first row, rows) of each registration
         try:
             # mmap, not torch: the start must be page-aligned for direct reads
-            memory = mmap.mmap(-1, max(self.nbytes, PAGE_NBYTES))
+            nbytes = max(self.nbytes, PAGE_NBYTES)
+            if shared_fd >= 0:
+                os.ftruncate(shared_fd, nbytes)
+            memory = mmap.mmap(shared_fd, nbytes)
         except OSError as error:
             if error.errno != errno.ENOMEM:
                 raise
@@ -160,3 +180,10 @@ class HostArena:
         places, records = self._places, self.records
         places[row], places[other] = places[other], places[row]
         records[row], records[other] = records[other], records[row]
+
+
+def shared_arena(reader: Sharer, num_rows: int, row_nbytes: int) -> HostArena:
+    """Return rows that a reader's process reads into. Once for a reader."""
+    arena = HostArena(num_rows, row_nbytes, shared_fd=reader.arena_fd)
+    reader.use(arena.rows.data_ptr(), arena.nbytes, num_rows)
+    return arena

@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty
+from typing import Protocol
 
 from blake3 import blake3
 
@@ -19,6 +20,7 @@ from runtime.experts.layout import (
     PackedLayout,
     Span,
 )
+from runtime.experts.reader_wire import Hash
 from runtime.experts.schedule import ReadJob
 from runtime.experts.spread_reader import Copies
 from runtime.units import format_duration
@@ -83,6 +85,23 @@ class Checksums:
             )
         return cls(recorded, layout, copies)
 
+    def expected(self, key: ExpertKey) -> list[Hash]:
+        """Return what an expert's bytes must hash to; nothing when they were found right before."""
+        if key in self._seen:
+            return []
+        return [
+            Hash(run.dest, run.need_nbytes, self._wanted(key, number))
+            for number, run in enumerate(runs_of(self._layout, key))
+        ]
+
+    def passed(self, key: Hashable) -> None:
+        """Note that somebody else found an expert's bytes as `expected`."""
+        self._seen.add(key)
+
+    def _wanted(self, key: ExpertKey, number: int) -> bytes:
+        at = CHECKSUM_NBYTES * (self._first[key] + number)
+        return self._recorded[at : at + CHECKSUM_NBYTES]
+
     def check(self, job: ReadJob) -> None:
         """Give a finished read an error when its bytes are not what was recorded; each expert once."""
         key = job.key
@@ -93,8 +112,7 @@ class Checksums:
             # up to what is needed: the last page of a file may be short, and what follows it in a row is left over
             data = job.buffer[run.dest : run.dest + run.need_nbytes]
             found = blake3(data).digest(length=CHECKSUM_NBYTES)
-            at = CHECKSUM_NBYTES * (self._first[key] + number)
-            wanted = self._recorded[at : at + CHECKSUM_NBYTES]
+            wanted = self._wanted(key, number)
             if found != wanted:
                 job.error = self._error(key, number, run.need_nbytes, found, wanted)
                 return
@@ -123,7 +141,14 @@ class Checksums:
         )
 
 
-def next_arrival(arrivals: SimpleQueue[ReadJob]) -> ReadJob:
+class TimedArrivals(Protocol):
+    """Finished reads that can be waited for for some time: a `SimpleQueue`, or a `ChildReader`."""
+
+    def get(self, *, timeout: float) -> ReadJob:
+        """Raise queue.Empty when nothing has come for `timeout` seconds."""
+
+
+def next_arrival(arrivals: TimedArrivals) -> ReadJob:
     """Wait for a read, however long it takes; say so every `SILENT_S` in which nothing comes."""
     started = time.monotonic()
     while True:

@@ -39,11 +39,15 @@ class DirectReader:
         preadv: Preadv = os.preadv,
         *,
         record_nbytes: int = 0,
+        make_queue: Callable[[int], ReadQueue] = ReadQueue,
     ) -> None:
-        """record_nbytes: of a usual record, where the config leaves the number of reads to it."""
+        """record_nbytes: of a usual record, where the config leaves the number of reads to it.
+
+        make_queue: of a window; who decides the order.
+        """
         self._files = FileSet(files, config, preadv)
         self._depth = depth_of(config, record_nbytes)
-        self._queue = ReadQueue(self._depth.window)
+        self._queue = make_queue(self._depth.window)
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # workers wait for work
         self._finished = threading.Condition(
@@ -75,14 +79,21 @@ class DirectReader:
         `on_done` is called once, in a reader thread, when the last piece is back or failed.  is_idle: read only while
         there is nothing else to read.
         """
-        pieces = cut_spans(spans, self._depth.pieces, self._depth.min_piece_nbytes)
-        job = ReadJob(key, pieces, buffer, is_required, on_done, is_idle)
+        job = ReadJob(key, self.cut(spans), buffer, is_required, on_done, is_idle)
+        self.push(job)
+        return job
+
+    def cut(self, spans: Sequence[Span]) -> list[Span]:
+        """Cut a record's spans into the pieces that are read in parallel."""
+        return cut_spans(spans, self._depth.pieces, self._depth.min_piece_nbytes)
+
+    def push(self, job: ReadJob) -> None:
+        """Queue a job, as `submit` does."""
         with self._changed:
             if self._is_closing:
                 raise RuntimeError("the reader is closed")
             self._queue.push(job)
             self._changed.notify(self._queue.num_ready)
-        return job
 
     def promote(self, job: ReadJob) -> None:
         """Move a guess or an idle job to the required reads, behind those already there."""

@@ -17,6 +17,8 @@ from typing import Any
 
 from conf.schema import DriveConfig, HwConfig, Spread
 from runtime.errors import UserError
+from runtime.experts.checks import Checksums
+from runtime.experts.child_reader import ChildReader
 from runtime.experts.layout import (
     PACK_BLOCKS,
     ExpertKey,
@@ -237,9 +239,21 @@ def spread_of(layout: ExpertLayout, mirror: Path | None, snapshot: Path) -> Copi
 
 
 def open_reader(
-    layout: ExpertLayout, copies: Copies | None, hw: HwConfig
-) -> DirectReader | SpreadReader:
-    """Open what reads experts: from one drive, or from several."""
+    layout: ExpertLayout,
+    copies: Copies | None,
+    hw: HwConfig,
+    checksums: Checksums | None = None,
+    is_shared: bool = True,
+) -> DirectReader | SpreadReader | ChildReader:
+    """Open what reads experts: from one drive, or from several.
+
+    checksums: for a process of its own, which compares them over there.  is_shared: the rows may be in memory that such
+    a process maps too; without, this process reads.
+    """
+    if copies is None and hw.drive.process and is_shared:
+        return ChildReader(
+            layout.files, hw.drive, record_nbytes=layout.record_nbytes, checksums=checksums
+        )
     if copies is None:
         return DirectReader(layout.files, hw.drive, record_nbytes=layout.record_nbytes)
     rates = [drive.rate_gib_s for drive in hw.drives]

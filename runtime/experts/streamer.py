@@ -11,6 +11,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import filterfalse
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
@@ -18,9 +19,10 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from runtime.errors import UserError
-from runtime.experts.arena import PIN_HINT, HostArena
+from runtime.experts.arena import PIN_HINT, HostArena, shared_arena
 from runtime.experts.cache import ExpertCache
 from runtime.experts.checks import Checksums, next_arrival
+from runtime.experts.child_reader import ChildReader
 from runtime.experts.layout import ExpertKey, ExpertLayout, Span
 from runtime.experts.routes import RouteListener
 from runtime.experts.schedule import Orphans, ReadJob
@@ -30,6 +32,7 @@ from runtime.units import format_nbytes
 log = logging.getLogger(__name__)
 
 Wave = list[tuple[int, Tensor]]
+TIMED = SimpleQueue, ChildReader  # arrivals that say when nothing comes
 
 
 class ExpertSource(Protocol):
@@ -111,7 +114,7 @@ def one_by_one(waves: Iterator[Wave]) -> Iterator[tuple[int, Tensor]]:
 
 
 class Reader(Protocol):
-    """What a streamer asks of the one who reads: `reader.DirectReader`, or the simulator's."""
+    """What a streamer asks of the one who reads: a `DirectReader`, a `ChildReader`, or the simulator's."""
 
     def submit(
         self,
@@ -147,7 +150,7 @@ class Arena(Protocol):
 
 
 class Arrivals(Protocol):
-    """Finished reads on their way to the decoding thread: a `SimpleQueue`, or the simulator's clock."""
+    """Finished reads on their way to the decoding thread: a `SimpleQueue`, a `ChildReader`, the simulator's clock."""
 
     def put(self, item: ReadJob) -> None: ...
 
@@ -180,7 +183,7 @@ class ExpertStreamer:
         *,
         least_rows: int = 1,
         make_cache: Callable[[int], ExpertCache[ExpertKey]] = ExpertCache,
-        make_arena: Callable[[int, int], Arena] = HostArena,
+        make_arena: Callable[[int, int], Arena] | None = None,
         arrivals: Arrivals | None = None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
@@ -189,12 +192,16 @@ class ExpertStreamer:
         ahead_rows: how many rows `ahead` may keep from eviction; the route must find room beside them.  checksums: to
         compare each expert with on its first read; None: not.  spare_rows: for records that a stalled drive may still
         write to the old memory of.  least_rows: what a token needs at once; `pin` may shrink the cache to it.
-        The rest is for the simulator, which brings another cache, no memory, and a clock of its own.
+        The rest is for the simulator, which brings another cache, no memory, and a clock of its own. A `ChildReader` is
+        asked for the arrivals too, and shares the rows.
         """
         self._layout = layout
         self._reader = reader
         num_rows = cache_rows + sweep_rows
-        self._arena = make_arena(num_rows + spare_rows, layout.record_nbytes)
+        if isinstance(reader, ChildReader):
+            make_arena = make_arena or partial(shared_arena, reader)
+            arrivals = arrivals or reader
+        self._arena = (make_arena or HostArena)(num_rows + spare_rows, layout.record_nbytes)
         self._staging = range(cache_rows, num_rows)
         self._spares = list(range(num_rows, num_rows + spare_rows))
         self._given_up: list[tuple[Orphans, int]] = []  # spares that may still be written to
@@ -455,7 +462,7 @@ class ExpertStreamer:
         return len(chosen)
 
     def _warmed(self, job: ReadJob) -> None:
-        """In a reader's thread: thousands are checked before the decoding thread looks at them."""
+        """Where a reader's thread or process has time: thousands are checked before the decoding thread looks."""
         if self._checksums is not None and job.orphans is None:
             self._checksums.check(job)
         self._arrivals.put(job)
@@ -548,7 +555,7 @@ class ExpertStreamer:
 
     def _get_arrival(self) -> ReadJob:
         started, arrivals = self._clock_ns(), self._arrivals
-        job = next_arrival(arrivals) if isinstance(arrivals, SimpleQueue) else arrivals.get()
+        job = next_arrival(arrivals) if isinstance(arrivals, TIMED) else arrivals.get()
         self.counters.wait_ns += self._clock_ns() - started
         return job
 
