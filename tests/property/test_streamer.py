@@ -1,7 +1,5 @@
 """The streamer against a plain dict of records: any route, guess, cache and delay; errors; callers that leave."""
 
-import errno
-import os
 import random
 import re
 import tempfile
@@ -11,7 +9,7 @@ from itertools import filterfalse
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -22,6 +20,7 @@ from runtime.experts.policies import CACHES
 from runtime.experts.reader import DirectReader, ReadError
 from runtime.experts.streamer import ExpertStreamer, ResidentExperts
 from runtime.units import PAGE_NBYTES
+from tests.faulty_drives import PATIENCE_S, ChildDrive, Drive
 
 LAYERS, EXPERTS, ROUTE = 3, 7, 3
 ALL_KEYS = [ExpertKey(layer, e) for layer in range(LAYERS) for e in range(EXPERTS)]
@@ -62,29 +61,6 @@ class TwoPartLayout:
             assert record[at : at + self.sizes[file]].numpy().tobytes() == self.truth[key, file]
 
 
-class Drive:
-    """Reads after a random moment; pages in `bad` give EIO; reads at a shut gate wait."""
-
-    def __init__(self, rng, delay_s=0.0):
-        self.rng, self.delay_s = rng, delay_s
-        self.bad = set()
-        self.gate, self.gated = threading.Event(), set()
-        self.is_through = threading.Event()
-
-    def preadv(self, fd, buffers, offset):
-        inode = os.fstat(fd).st_ino
-        pages = {(inode, page) for page in range(offset, offset + len(buffers[0]), PAGE_NBYTES)}
-        if pages & self.gated:
-            assert self.gate.wait(60)
-        time.sleep(self.rng.random() * self.delay_s)
-        if pages & self.bad:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        got = os.preadv(fd, buffers, offset)
-        if pages & self.gated:
-            self.is_through.set()
-        return got
-
-
 routes = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=ROUTE, unique=True)
 layers = st.integers(0, LAYERS - 1)
 # how a caller that had enough leaves: it closes, raises, or just forgets the iterator
@@ -92,6 +68,9 @@ leaving = st.sampled_from(["close", "throw", "forget"])
 
 
 class StreamerMachine(RuleBasedStateMachine):
+    def make_drive(self, rng, delay_s):
+        return Drive(rng, delay_s)
+
     @initialize(
         cache_rows=st.integers(ROUTE, LAYERS * EXPERTS + 1),
         sweep_rows=st.integers(1, 4),
@@ -111,8 +90,8 @@ class StreamerMachine(RuleBasedStateMachine):
         rng = random.Random(seed)
         self.folder = tempfile.TemporaryDirectory()
         self.layout = TwoPartLayout(self.folder.name, rng)
-        self.drive = Drive(rng, delay_us * 1e-6)
-        reader = DirectReader(self.layout.files, config, self.drive.preadv)
+        self.drive = self.make_drive(rng, delay_us * 1e-6)
+        reader = self.drive.open_reader(self.layout.files, config)
         self.streamer = ExpertStreamer(
             self.layout,
             reader,
@@ -340,14 +319,39 @@ TestStreamerMachine = StreamerMachine.TestCase
 TestStreamerMachine.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
 
 
+class ChildStreamerMachine(StreamerMachine):
+    """The same with a reader process."""
+
+    def make_drive(self, rng, delay_s):
+        folder = Path(self.folder.name) / "drive"
+        folder.mkdir()
+        return ChildDrive(folder, delay_s)
+
+
+TestChildStreamerMachine = ChildStreamerMachine.TestCase
+TestChildStreamerMachine.settings = settings(
+    max_examples=15, stateful_step_count=20, deadline=None, phases=[Phase.generate]
+)
+
+
 @pytest.fixture
 def layout(tmp_path):
     return TwoPartLayout(tmp_path, random.Random(3))
 
 
+@pytest.fixture(params=["threads", "process"])
+def drive(request, tmp_path):
+    """Read by threads, and by a process of its own."""
+    if request.param == "threads":
+        return Drive(random.Random(0))
+    folder = tmp_path / "drive"
+    folder.mkdir()
+    return ChildDrive(folder)
+
+
 def open_streamer(layout, drive, cache_rows, prefetch=2, sweep_rows=2, window=1, pieces=4):
     config = DriveConfig(window=window, pieces=pieces, piece_kib=4)
-    reader = DirectReader(layout.files, config, drive.preadv)
+    reader = drive.open_reader(layout.files, config)
     return ExpertStreamer(layout, reader, cache_rows, sweep_rows, prefetch)
 
 
@@ -356,9 +360,8 @@ def counts(streamer):
     return (c.guesses_issued, c.guesses_used, c.guesses_wasted, c.guesses_cancelled)
 
 
-def test_what_becomes_of_guesses(layout):
+def test_what_becomes_of_guesses(layout, drive):
     """Window 1: the first guess is stuck on the drive, the second waits behind it."""
-    drive = Drive(random.Random(0))
     streamer = open_streamer(layout, drive, cache_rows=8)
     drive.gated = {min(layout.pages(ExpertKey(1, 0)))}
     # 1 and 2 share no page with 0, or they would be stuck, too
@@ -366,6 +369,7 @@ def test_what_becomes_of_guesses(layout):
     wrong, needed = free[:2]
     list(streamer.fetch(0, [0, 1], guesses=[0, wrong]))
     assert counts(streamer) == (2, 0, 0, 0)
+    assert drive.is_waiting.wait(PATIENCE_S)
     read = streamer.counters.read_nbytes
     for expert, record in streamer.fetch(1, [needed]):
         layout.check(ExpertKey(1, expert), record)
@@ -384,15 +388,15 @@ def test_what_becomes_of_guesses(layout):
     streamer.close()
 
 
-def test_no_guesses_behind_the_last_layer(layout):
-    streamer = open_streamer(layout, Drive(random.Random(0)), cache_rows=8)
+def test_no_guesses_behind_the_last_layer(layout, drive):
+    streamer = open_streamer(layout, drive, cache_rows=8)
     list(streamer.fetch(LAYERS - 1, [0], guesses=[0, 1]))
     assert counts(streamer) == (0, 0, 0, 0)
     streamer.close()
 
 
-def test_a_wrong_guess_is_the_first_to_go(layout):
-    streamer = open_streamer(layout, Drive(random.Random(0)), cache_rows=3, prefetch=1)
+def test_a_wrong_guess_is_the_first_to_go(layout, drive):
+    streamer = open_streamer(layout, drive, cache_rows=3, prefetch=1)
     list(streamer.fetch(0, [0, 1], guesses=[4]))
     list(streamer.fetch(0, [1]))  # judged: it goes before the older expert 0
     while streamer.cache.is_in_flight(ExpertKey(1, 4)):
@@ -402,17 +406,17 @@ def test_a_wrong_guess_is_the_first_to_go(layout):
     streamer.close()
 
 
-def test_a_hit_makes_an_expert_young(layout):
-    streamer = open_streamer(layout, Drive(random.Random(0)), cache_rows=3)
+def test_a_hit_makes_an_expert_young(layout, drive):
+    streamer = open_streamer(layout, drive, cache_rows=3)
     for ids in ([0, 1, 2], [0], [3]):
         list(streamer.fetch(0, ids))
     assert set(streamer.cache.keys()) == {ExpertKey(0, e) for e in (0, 2, 3)}
     streamer.close()
 
 
-def test_a_miss_does_not_evict_a_hit_of_its_own_layer(layout):
+def test_a_miss_does_not_evict_a_hit_of_its_own_layer(layout, drive):
     """The oldest row is in the route: the miss must take another one's place."""
-    streamer = open_streamer(layout, Drive(random.Random(0)), cache_rows=3)
+    streamer = open_streamer(layout, drive, cache_rows=3)
     list(streamer.fetch(0, [0]))
     list(streamer.fetch(1, [0, 1]))
     for _, record in streamer.fetch(0, [5, 0]):
@@ -422,9 +426,9 @@ def test_a_miss_does_not_evict_a_hit_of_its_own_layer(layout):
     streamer.close()
 
 
-def test_a_sweep_fills_a_cold_cache_and_no_more(layout):
+def test_a_sweep_fills_a_cold_cache_and_no_more(layout, drive):
     """Full - 1: one row is free, the first expert of the prompt takes it, the others pass through."""
-    streamer = open_streamer(layout, Drive(random.Random(0)), cache_rows=3)
+    streamer = open_streamer(layout, drive, cache_rows=3)
     list(streamer.fetch(0, [0, 1]))
     for expert, record in streamer.sweep(1, range(EXPERTS)):
         layout.check(ExpertKey(1, expert), record)
@@ -434,8 +438,7 @@ def test_a_sweep_fills_a_cold_cache_and_no_more(layout):
     streamer.close()
 
 
-def test_a_row_of_an_abandoned_sweep_is_not_reused_while_it_is_written(layout):
-    drive = Drive(random.Random(0))
+def test_a_row_of_an_abandoned_sweep_is_not_reused_while_it_is_written(layout, drive):
     streamer = open_streamer(layout, drive, cache_rows=3, window=2)
     list(streamer.fetch(0, [0, 1, 2]))  # the cache is full: sweeps go through the two staging rows
     late = ExpertKey(1, 4)
@@ -448,7 +451,7 @@ def test_a_row_of_an_abandoned_sweep_is_not_reused_while_it_is_written(layout):
     items.close()  # the second row is being written
     threading.Timer(0.02, drive.gate.set).start()
     for expert, record in streamer.sweep(2, [k.expert for k in free if k.layer == 2][:2]):
-        assert drive.is_through.wait(60)  # the old read has ended, whenever it may
+        assert drive.is_through.wait(PATIENCE_S)  # the old read has ended, whenever it may
         layout.check(ExpertKey(2, expert), record)
     streamer.close()
 
@@ -465,8 +468,8 @@ def settle(streamer, keys):
         list(streamer.fetch(0, []))
 
 
-def test_a_warm_start_reads_the_hottest_and_leaves_room(layout):
-    streamer = open_streamer(layout, Drive(random.Random(0)), cache_rows=6)
+def test_a_warm_start_reads_the_hottest_and_leaves_room(layout, drive):
+    streamer = open_streamer(layout, drive, cache_rows=6)
     assert warm(streamer, 0, 1, 2, 3, 4, rows=4) == 4  # 0, the coldest, is left out
     hot = [ExpertKey(2, e) for e in (1, 2, 3, 4)]
     settle(streamer, hot)
@@ -479,9 +482,8 @@ def test_a_warm_start_reads_the_hottest_and_leaves_room(layout):
     streamer.close()
 
 
-def test_required_reads_go_first_and_take_the_coldest_rows(layout):
+def test_required_reads_go_first_and_take_the_coldest_rows(layout, drive):
     """The warm start's first read is stuck on the drive, the others wait behind it; nobody waits for them."""
-    drive = Drive(random.Random(0))
     streamer = open_streamer(layout, drive, cache_rows=4, window=2)
     stuck = ExpertKey(2, 6)
     drive.gated = {min(layout.pages(stuck))}
@@ -499,27 +501,23 @@ def test_required_reads_go_first_and_take_the_coldest_rows(layout):
     streamer.close()
 
 
-def test_a_row_that_a_warm_start_is_writing_is_not_given_away(layout):
-    drive = Drive(random.Random(0))
+def test_a_row_that_a_warm_start_is_writing_is_not_given_away(layout, drive):
     streamer = open_streamer(layout, drive, cache_rows=3, window=2)
     stuck = ExpertKey(2, 6)
     drive.gated = {min(layout.pages(stuck))}
     free = [e for e in range(EXPERTS) if not layout.pages(ExpertKey(0, e)) & drive.gated]
     assert warm(streamer, 0, 1, 6) == 3
-    deadline = time.monotonic() + 60
-    while not streamer._jobs[stuck].is_started:
-        assert time.monotonic() < deadline
+    assert drive.is_waiting.wait(PATIENCE_S)
     threading.Timer(0.02, drive.gate.set).start()
     given = list(streamer.fetch(0, free[:3]))  # three rows: the last one when the read has ended
-    assert drive.is_through.wait(60)
+    assert drive.is_through.wait(PATIENCE_S)
     for expert, record in given:
         layout.check(ExpertKey(0, expert), record)
     assert streamer.cache.row_of(stuck) is None
     streamer.close()
 
 
-def test_a_prompt_and_a_guess_take_what_a_warm_start_has_not_read_yet(layout):
-    drive = Drive(random.Random(0))
+def test_a_prompt_and_a_guess_take_what_a_warm_start_has_not_read_yet(layout, drive):
     streamer = open_streamer(layout, drive, cache_rows=5, prefetch=1)
     drive.gated = {min(layout.pages(ExpertKey(2, 6)))}
     free = [e for e in range(EXPERTS - 1) if not layout.pages(ExpertKey(2, e)) & drive.gated]
@@ -538,8 +536,7 @@ def test_a_prompt_and_a_guess_take_what_a_warm_start_has_not_read_yet(layout):
     streamer.close()
 
 
-def test_a_warm_start_that_cannot_read_is_no_error(layout):
-    drive = Drive(random.Random(0))
+def test_a_warm_start_that_cannot_read_is_no_error(layout, drive):
     drive.bad = {min(layout.pages(ExpertKey(2, 3)))}
     streamer = open_streamer(layout, drive, cache_rows=4)
     warm(streamer, 3)
@@ -550,8 +547,7 @@ def test_a_warm_start_that_cannot_read_is_no_error(layout):
     streamer.close()
 
 
-def test_an_error_is_raised_until_it_is_gone(layout):
-    drive = Drive(random.Random(0))
+def test_an_error_is_raised_until_it_is_gone(layout, drive):
     streamer = open_streamer(layout, drive, cache_rows=3)
     drive.bad = {min(layout.pages(ExpertKey(1, 4)))}
     for attempt in (streamer.fetch, streamer.sweep, streamer.fetch):
