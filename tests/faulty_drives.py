@@ -81,19 +81,23 @@ class ChildDrive:
         new.write_text(json.dumps(self._state))
         new.rename(self._folder / "state")
 
-    def _set(self, name, pages):
-        self._state[name] = sorted(pages)
-        self._write()
-
     bad = property(
         lambda self: {tuple(page) for page in self._state["bad"]},
-        lambda self, pages: self._set("bad", pages),
+        lambda self, pages: self.settle(bad=sorted(pages)),
     )
     gated = property(
         lambda self: {tuple(page) for page in self._state["gated"]},
-        lambda self, pages: self._set("gated", pages),
+        lambda self, pages: self.settle(gated=sorted(pages)),
     )
 
+    def settle(self, **settings):
+        """Change what else is told."""
+        self._state |= settings
+        self._write()
+
+    @property
+    def command(self):
+        return sys.executable, "-m", "tests.faulty_reader_process", str(self._folder)
+
     def open_reader(self, files, config, **more):
-        command = (sys.executable, "-m", "tests.faulty_reader_process", str(self._folder))
-        return ChildReader(files, config, command=command, **more)
+        return ChildReader(files, config, command=self.command, **more)

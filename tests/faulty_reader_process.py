@@ -5,6 +5,7 @@ import os
 import random
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 from runtime.experts import reader_process
@@ -12,6 +13,7 @@ from runtime.units import PAGE_NBYTES
 
 FOLDER = Path(sys.argv.pop(1))
 RNG = random.Random(0)
+READS = count()
 
 
 def preadv(fd, buffers, offset):
@@ -29,6 +31,8 @@ def preadv(fd, buffers, offset):
     if state.get("mistake"):
         raise ZeroDivisionError
     got = os.preadv(fd, buffers, offset)
+    if state.get("noise_after") is not None and next(READS) >= state["noise_after"]:
+        buffer[:16] = b"\xa5" * 16
     least = state.get("short_nbytes")
     if least is not None:  # fewer bytes than asked for, and noise behind them
         got = min(got, RNG.randint(least, least + 2 * PAGE_NBYTES))

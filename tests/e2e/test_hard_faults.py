@@ -11,6 +11,8 @@ import logging
 import os
 import re
 import shutil
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -21,12 +23,14 @@ from conf.schema import ServeConfig
 from runtime.engine import Engine, EngineFiles
 from runtime.errors import UserError, VerificationError
 from runtime.experts import checks
+from runtime.experts.child_reader import ChildReader
 from runtime.experts.reader import DirectReader
 from runtime.sampling import SamplingParams
 from runtime.server.app import create_app
 from runtime.server.worker import Served, Worker
 from runtime.session import Session
 from runtime.snapshot import SnapshotStore
+from tests.faulty_drives import ChildDrive
 
 TOKENS = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
@@ -178,12 +182,13 @@ def test_a_drive_that_stalls_is_waited_for_and_named(
     fault_row("the drive stalls", caplog.records[0].getMessage(), "right tokens")
 
 
+@pytest.mark.parametrize("process", [False, True])
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_file_that_changes_under_a_running_engine(
-    fault_row, open_engine, files, question, right, verify
+    fault_row, open_engine, files, question, right, verify, process
 ):
     """Same size, other bytes: no token of the new bytes is given out, whether or not checksums are compared."""
-    session = Session(open_engine(**{"cache.verify": verify}))
+    session = Session(open_engine(**{"cache.verify": verify, "hw.drive.process": process}))
     assert answer(session, question) == right
     pack = files.pack / "experts.bin"
     size = pack.stat().st_size
@@ -198,8 +203,11 @@ def test_a_file_that_changes_under_a_running_engine(
     fault_row("the pack is overwritten", error.message, "no token given")
 
 
-def test_a_file_that_is_cut_under_a_running_engine(fault_row, open_engine, files, question):
-    session = Session(open_engine())
+@pytest.mark.parametrize("process", [False, True])
+def test_a_file_that_is_cut_under_a_running_engine(
+    fault_row, open_engine, files, question, process
+):
+    session = Session(open_engine(**{"hw.drive.process": process}))
     os.truncate(files.pack / "experts.bin", PAGE)
     with pytest.raises(UserError) as caught:
         answer(session, question)
@@ -233,6 +241,101 @@ def test_wrong_bytes_that_no_error_tells_of(
     drive.fault = None
     assert answer(session, question) == right
     fault_row("a bit turns in a read", error.message, "right again")
+
+
+@pytest.fixture
+def child_drive(monkeypatch, tmp_path) -> ChildDrive:
+    """The drive under the reader process of the engine that a test opens."""
+    (tmp_path / "drive").mkdir()
+    made = ChildDrive(tmp_path / "drive")
+    monkeypatch.setitem(ChildReader.__init__.__kwdefaults__, "command", made.command)
+    return made
+
+
+PROCESS = {"hw.drive.process": True, "prefetch.experts": 0}
+
+
+def pages(files: EngineFiles, offset: int) -> set[tuple[int, int]]:
+    inode = (files.pack / "experts.bin").stat().st_ino
+    return {(inode, at) for at in range(offset, 2**24, PAGE)}
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "said", "hint"),
+    [
+        ("EIO", errno.EIO, "Input/output error", "dmesg"),
+        ("ENODEV", errno.ENODEV, "No such device", "the drive is gone"),
+    ],
+)
+def test_a_read_of_the_reader_process_that_fails(
+    fault_row, child_drive, open_engine, files, question, right, what, code, said, hint
+):
+    session = Session(open_engine(**PROCESS))
+    assert answer(session, question) == right
+    session.reset()
+    child_drive.settle(errno=code)
+    child_drive.bad = pages(files, 2**23)  # of the later layers
+    given, error = up_to_the_error(session, question)
+    assert given == right[: len(given)]
+    assert re.search(r"layer \d+, expert \d+ from .*experts.bin at byte", error.message)
+    assert said in error.message
+    assert hint in error.hint
+    child_drive.bad = set()
+    assert answer(session, question) == right
+    fault_row(f"{what}, reader process", error.message, "right again")
+
+
+def test_a_silent_drive_of_the_reader_process_is_named(
+    child_drive, open_engine, files, question, right, caplog, monkeypatch
+):
+    monkeypatch.setattr(checks, "SILENT_S", 0.05)
+    session = Session(open_engine(**PROCESS))
+    child_drive.gated = pages(files, 2**23)
+    threading.Timer(1.0, child_drive.gate.set).start()
+    with caplog.at_level(logging.WARNING):
+        assert answer(session, question) == right
+    assert "the drive has given nothing for" in caplog.text
+
+
+def test_wrong_bytes_from_the_reader_process(child_drive, open_engine, files, question, right):
+    """Noise that no error tells of: the expert is named, no token is made of it."""
+    session = Session(open_engine(**PROCESS, **{"cache.verify": True}))
+    child_drive.settle(noise_after=60)
+    given, error = up_to_the_error(session, question)
+    assert isinstance(error, VerificationError)
+    assert given == right[: len(given)]
+    assert "with wrong bytes" in error.message
+    child_drive.settle(noise_after=None)
+    assert answer(session, question) == right
+
+
+def test_the_reader_process_is_killed_in_the_middle_of_a_token(
+    fault_row, child_drive, open_engine, files, question, right
+):
+    """One clear error, and again for the next answer; closing the engine works."""
+    engine = open_engine(**PROCESS)
+    session, pid = Session(engine), engine._streamer._reader.pid
+    assert answer(session, question) == right
+    session.reset()
+    child_drive.gated = pages(files, 2**23)
+
+    def kill() -> None:
+        assert child_drive.is_waiting.wait(60)
+        os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    given, error = up_to_the_error(session, question)
+    killer.join()
+    assert given == right[: len(given)]
+    assert f"the process that reads experts (pid {pid}) was ended by SIGKILL" in error.message
+    session.reset()
+    again, error = up_to_the_error(session, question)
+    assert again == []
+    assert f"(pid {pid})" in error.message
+    engine.close()
+    assert not Path(f"/proc/{pid}").exists()
+    fault_row("the reader process is killed", error.message, "no wrong token")
 
 
 def test_verified_reads_give_the_same_tokens(open_engine, question, right):

@@ -10,11 +10,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from conf.schema import CachePolicy, DirectIo, DriveConfig
+from runtime.experts.child_reader import ChildReader
 from runtime.experts.layout import ExpertKey, PackedLayout
 from runtime.experts.policies import CACHES
 from runtime.experts.reader import DirectReader
 from runtime.experts.streamer import ExpertStreamer
 from runtime.units import GIB, PAGE_NBYTES
+from tests.faulty_drives import ChildDrive
 
 TOP_K, EVERYTHING = 6, 8 * 64
 RECORD_GIB = 24576 / GIB
@@ -156,6 +158,64 @@ def test_a_warm_start_does_not_show(open_tiny, heldout_tokens, wanted, tmp_path,
     assert warm.warmed > 0
     assert warm.misses == 0, "all that a token needed was here or on its way"
     assert warm.warmed * engine._streamer.record_nbytes + warm.read_nbytes == cold.read_nbytes
+
+
+@pytest.mark.parametrize(
+    ("ram_gib", "verify", "num_warm"),
+    [
+        (0, False, 0),
+        (0, True, 0),  # the process compares what each expert must hash to
+        (48.5 * RECORD_GIB, False, 20),
+        (1, True, EVERYTHING),
+    ],
+)
+def test_a_reader_process_does_not_show(
+    open_tiny, heldout_tokens, wanted, tmp_path, ram_gib, verify, num_warm
+):
+    engine = open_tiny(**{
+        "cache.ram_gib": ram_gib, "prefetch.experts": 4, "cache.verify": verify, "hw.drive.process": True,
+        "cache.table_rows": 0,
+    })  # fmt: skip
+    streamer = engine._streamer
+    assert isinstance(streamer._reader, ChildReader)
+    keys = [ExpertKey(i, e) for i in range(8) for e in range(64)]
+    num_warm = streamer.warm_up(random.Random(0).sample(keys, num_warm), streamer.cache.num_rows)
+    for script in SCRIPTS:
+        assert torch.equal(run_script(engine.model, script, heldout_tokens), wanted[script])
+    assert streamer.counters.read_nbytes + streamer.counters.warmed > 0
+    if verify:
+        assert streamer._checksums._seen, "nothing was compared"
+
+
+@settings(max_examples=8, deadline=None, phases=[Phase.generate])
+@given(
+    cache_rows=st.sampled_from([TOP_K, TOP_K + 1, 48]),
+    window=st.integers(1, 4),
+    pieces=st.integers(1, 8),
+    prefetch=st.integers(0, 4),
+    delay_us=st.sampled_from([0, 300]),
+    script=st.sampled_from(SCRIPTS),
+)
+def test_any_order_of_a_reader_process(
+    resident_engine, tiny_files, heldout_tokens, wanted, monkeypatch_each, tmp_path_factory,
+    cache_rows, window, pieces, prefetch, delay_us, script,
+):  # fmt: skip
+    """Reads that come back late, short, and in another order."""
+    model, layout = resident_engine.model, PackedLayout.open(tiny_files.pack)
+    drive = ChildDrive(tmp_path_factory.mktemp("drive"), delay_us * 1e-6, short_nbytes=PAGE_NBYTES)
+    config = DriveConfig(window=window, pieces=pieces, piece_kib=4)
+    streamer = ExpertStreamer(
+        layout, drive.open_reader(layout.files, config), cache_rows, 4, prefetch
+    )
+    try:
+        with monkeypatch_each() as patch:
+            patch.setattr(model, "experts", streamer)
+            patch.setattr(model, "num_guesses", prefetch)
+            found = run_script(model, script, heldout_tokens)
+    finally:
+        streamer.close()
+    assert streamer.counters.read_nbytes > 0
+    assert torch.equal(found, wanted[script])
 
 
 @pytest.mark.parametrize("ram_gib", [0, 30 * RECORD_GIB])

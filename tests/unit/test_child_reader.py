@@ -111,7 +111,7 @@ def test_waiting_for_a_job(open_reader, file):
     with pytest.raises(ReadError, match="at byte 24,576"):
         reader.wait(bad)
     reader.wait(good)
-    drive._set("mistake", [1])
+    drive.settle(mistake=True)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         reader.wait(submit(reader, arena, 2, 8))
 
