@@ -66,6 +66,9 @@ class SimulatedSpreadReader:
         self._start()
         return job
 
+    def flush(self) -> None:
+        """Nothing is gathered here."""
+
     def promote(self, job: ReadJob) -> None:
         self._queue.promote(job)
         self._start()

@@ -3,18 +3,20 @@
 import os
 import random
 import tempfile
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from conf.schema import DirectIo, DriveConfig
 from runtime.checkpoint import Extent
-from runtime.experts.arena import HostArena
-from runtime.experts.layout import aligned_spans
+from runtime.experts.arena import HostArena, shared_arena
+from runtime.experts.child_reader import ChildReader
+from runtime.experts.layout import ExpertKey, aligned_spans
 from runtime.experts.reader import DirectReader
 from runtime.units import PAGE_NBYTES
+from tests.faulty_drives import ChildDrive
 
 
 def short_reads(seed, least):
@@ -47,7 +49,7 @@ def cases(draw):
     return sizes, records
 
 
-@given(
+any_read = given(
     case=cases(),
     window=st.integers(1, 4),
     pieces=st.integers(1, 8),
@@ -56,8 +58,31 @@ def cases(draw):
     is_short=st.booleans(),
     seed=st.integers(0, 2**32),
 )
+
+
+@any_read
 @settings(max_examples=60, deadline=None)
 def test_bytes_are_exact(case, window, pieces, piece_kib, direct, is_short, seed):
+    def open_reader(files, _folder, least):
+        preadv = short_reads(seed, least) if is_short else os.preadv
+        return DirectReader(files, DriveConfig(direct, window, pieces, piece_kib), preadv)
+
+    check_bytes(case, direct, seed, open_reader)
+
+
+@any_read
+@settings(max_examples=15, deadline=None, phases=[Phase.generate])
+def test_bytes_of_a_reader_process_are_exact(
+    case, window, pieces, piece_kib, direct, is_short, seed
+):
+    def open_reader(files, folder, least):
+        drive = ChildDrive(folder, short_nbytes=least if is_short else None)
+        return drive.open_reader(files, DriveConfig(direct, window, pieces, piece_kib))
+
+    check_bytes(case, direct, seed, open_reader)
+
+
+def check_bytes(case, direct, seed, open_reader):
     sizes, records = case
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -65,23 +90,24 @@ def test_bytes_are_exact(case, window, pieces, piece_kib, direct, is_short, seed
         contents = [rng.randbytes(size) for size in sizes]
         for path, content in zip(files, contents, strict=True):
             path.write_bytes(content)
+        spans = [
+            aligned_spans([(f, Extent(files[f], a, b - a)) for f, a, b in record])
+            for record in records
+        ]
         # a direct read gives at least a page unless the file ends; a buffered one may give any number of bytes
-        least = PAGE_NBYTES if direct is DirectIo.auto else 1
-        preadv = short_reads(seed, least) if is_short else os.preadv
-        reader = DirectReader(files, DriveConfig(direct, window, pieces, piece_kib), preadv)
-        done = SimpleQueue()
-        jobs = []
-        for record in records:
-            spans = aligned_spans([(f, Extent(files[f], a, b - a)) for f, a, b in record])
-            arena = HostArena(1, spans[-1].dest + spans[-1].nbytes)
-            is_required = rng.random() < 0.5
-            job = reader.submit(str(record), spans, arena.view(0), is_required, done.put)
-            jobs.append((job, arena, spans, record))
-        for _ in jobs:
-            done.get(timeout=60)
+        reader = open_reader(files, folder, PAGE_NBYTES if direct is DirectIo.auto else 1)
+        make_arena = HostArena
+        if isinstance(reader, ChildReader):
+            make_arena = partial(shared_arena, reader)
+        arena = make_arena(len(records), max(s[-1].dest + s[-1].nbytes for s in spans))
+        jobs = [
+            reader.submit(ExpertKey(0, row), spans[row], arena.view(row), rng.random() < 0.5)
+            for row in range(len(records))
+        ]
+        for job in jobs:
+            reader.wait(job)
         reader.close()
-    for job, arena, spans, record in jobs:
-        assert job.error is None
-        for span, (file, start, end) in zip(spans, record, strict=True):
+    for row, record in enumerate(records):
+        for span, (file, start, end) in zip(spans[row], record, strict=True):
             at = span.dest + start - span.offset
-            assert arena.view(0)[at : at + end - start] == contents[file][start:end]
+            assert arena.view(row)[at : at + end - start] == contents[file][start:end]
