@@ -83,7 +83,13 @@ def open_engine(files, make_config):
 
     def open_it(**overrides) -> Engine:
         # nothing is kept, so that every token reads
-        settings = {"cache.ram_gib": 0.0, "cache.table_rows": 0, "hw.drive.piece_kib": 4, **overrides}  # fmt: skip
+        settings = {
+            "cache.ram_gib": 0.0,
+            "cache.table_rows": 0,
+            "hw.drive.pieces": 6,
+            "hw.drive.piece_kib": 4,
+            **overrides,
+        }
         engines.append(Engine.open(make_config(**settings), files))
         return engines[-1]
 
@@ -291,7 +297,13 @@ def test_a_silent_drive_of_the_reader_process_is_named(
     monkeypatch.setattr(checks, "SILENT_S", 0.05)
     session = Session(open_engine(**PROCESS))
     child_drive.gated = pages(files, 2**23)
-    threading.Timer(1.0, child_drive.gate.set).start()
+
+    def stall() -> None:
+        assert child_drive.is_waiting.wait(60)
+        time.sleep(0.3)
+        child_drive.gate.set()
+
+    threading.Thread(target=stall).start()
     with caplog.at_level(logging.WARNING):
         assert answer(session, question) == right
     assert "the drive has given nothing for" in caplog.text
