@@ -330,9 +330,9 @@ def _scratch(spec: DenseSpec, weights: Weights, dtype: torch.dtype) -> _Scratch:
         widened = dtype.itemsize * max(layer, head_rows * spec.hidden)
     elif weights is Weights.int8_rows:
         widened = dtype.itemsize * max(spec.hidden * spec.intermediate, head_rows * spec.hidden)
-    else:  # a piece of a matrix as look-ups, values and their narrow copy; the head is 8-bit rows
-        rows = min(nvfp4_matvec.WIDENED_ROWS, widest)
-        widened = max(12 * rows * widest, dtype.itemsize * head_rows * spec.hidden)
+    else:  # a GPU's narrow copy of a matrix; wide, it is look-ups and values; the head is 8-bit rows
+        number = dtype.itemsize if dtype.itemsize == 2 else 12
+        widened = max(number * spec.hidden * widest, dtype.itemsize * head_rows * spec.hidden)
     scores = 3 * SCORES_NBYTES  # fp32, masked, and as probabilities
     return _Scratch(widened, scores, 16 * spec.intermediate + 32 * spec.hidden)
 
