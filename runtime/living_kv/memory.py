@@ -512,7 +512,8 @@ class Memory:
         )
         if mode is Mode.near:
             scratch.bring_near()
-        scratch.mode = mode
+        elif mode is Mode.dca:
+            scratch.bring_into_chunks()
         logits = None
         for at in range(0, len(prompt), self.config.chunk):
             logits = self.model.run(prompt[at : at + self.config.chunk], scratch, self.after_layer)
