@@ -8,7 +8,6 @@ once with that in sight. Knows files only through the store.
 from __future__ import annotations
 
 import logging
-import struct
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from torch import Tensor
 from conf.schema import AnswerMode, MemoryConfig
 from runtime.errors import UserError
 from runtime.living_kv import confidence as sure
+from runtime.living_kv import exact
 from runtime.living_kv.answer import Answer
 from runtime.living_kv.codec import Codec
 from runtime.living_kv.cold import ColdBlocks
@@ -59,7 +59,6 @@ from runtime.text import ChatOptions, StopFilter, StreamDecoder, TemplateCodec, 
 log = logging.getLogger(__name__)
 
 CHARACTERS_PER_TOKEN = 4  # a piece of text is cut at about commit_tokens of these
-SNAPSHOT = struct.Struct("<QQQ")  # sinks, first hot position, position
 
 
 _Scored = Sequence[tuple[int, float]]  # sentences and their scores, best first
@@ -139,7 +138,7 @@ class Memory:
     def state(self) -> HotState:
         """The timeline: restored exactly from its snapshot, else from cold blocks and the exact tail."""
         if self._state is None:
-            self._state = self._restore(self._hot_state(0), self.config.window)
+            self._state = self._restored(self._hot_state(0), self.config.window)
         return self._state
 
     @property
@@ -147,73 +146,9 @@ class Memory:
         """Bytes of the hot buffers that are made."""
         return sum(s.nbytes for s in (self._state, self._scratch) if s is not None)
 
-    def _restore(self, state: HotState, window: int) -> HotState:
-        """Fill an empty state with the sinks and the last tokens, at most `window`, of the committed timeline."""
-        end = self.store.commit.tokens
-        state.clear()
-        if not end:
-            return state
-        raw = self.store.read_hot()
-        if raw is not None:
-            sinks, start, position = SNAPSHOT.unpack_from(raw)
-            rows = sinks + position - start
-            keys, values = self._from_exact(raw[SNAPSHOT.size :], rows)
-            first = max(start, end - window)
-            cut = sinks + first - start
-            state.put_hot(keys[:, cut:], values[:, cut:], first)
-            if first:
-                have = keys[:, :sinks] if sinks else keys[:, : state.sinks]
-                n = min(have.shape[1], first, state.sinks)
-                state.put_sinks(keys[:, :n], values[:, :n])
-            return state
-        self.was_rebuilt = True
-        keys, values, first = self._last_tokens(end, window)
-        state.put_hot(keys, values, first)
-        if first:
-            found = self.cold.fetch([(0, min(state.sinks, first))])
-            state.put_sinks(found[0], found[1])
+    def _restored(self, state: HotState, window: int) -> HotState:
+        self.was_rebuilt |= not exact.restore(state, window, self.store, self.cold)
         return state
-
-    def _last_tokens(self, end: int, window: int) -> tuple[Tensor, Tensor, int]:
-        """Return keys, values of the last tokens from cold blocks and the exact tail, and the first position."""
-        block = self.store.header.block
-        tail_at = self.store.commit.blocks * block
-        keys, values, places = self.cold.fetch([(max(0, end - window), tail_at)])
-        holes = (places[1:] - places[:-1] != 1).nonzero()
-        skip = int(holes[-1]) + 1 if len(holes) else 0
-        if len(places) and int(places[-1]) != tail_at - 1:  # the last block is damaged
-            skip = len(places)
-        keys, values, places = keys[:, skip:], values[:, skip:], places[skip:]
-        tail = self.store.tail
-        if end > tail_at and tail:
-            k, v = (part.to(keys.device) for part in self._from_exact(tail, end - tail_at))
-            keys, values = (
-                torch.cat([keys.to(k.dtype), k], 1),
-                torch.cat([values.to(v.dtype), v], 1),
-            )
-        return keys, values, end - keys.shape[1]
-
-    def _exact(self, keys: Tensor, values: Tensor) -> bytes:
-        # on a GPU no copy of them is made there: its memory is planned to the last buffer
-        parts = (part.cpu().contiguous().view(torch.uint8) for part in (keys, values))
-        return b"".join(part.numpy().tobytes() for part in parts)
-
-    def _from_exact(self, raw: bytes, tokens: int) -> tuple[Tensor, Tensor]:
-        h = self.store.header
-        flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, h.dtype))
-        keys, values = flat.view(2, h.layers, tokens, h.kv_heads, h.head_dim)
-        return keys, values
-
-    def _snapshot(self, state: HotState) -> bytes:
-        """Return the exact bytes of sinks and window."""
-        first = max(state.hot_start, state.position - self.config.window)
-        sinks = state.num_sinks
-        keys, values = (part.cpu() for part in state.hot(first, state.position))
-        if sinks or first > 0:
-            k, v = (part.cpu() for part in state.sink_rows())
-            sinks = k.shape[1]
-            keys, values = torch.cat([k, keys], 1), torch.cat([v, values], 1)
-        return SNAPSHOT.pack(sinks, first, state.position) + self._exact(keys, values)
 
     # ---- taking text in -------------------------------------------------------------------------------------------
 
@@ -355,9 +290,9 @@ class Memory:
         """
         tail_at = blocks * self.store.header.block
         if tail_at < state.position:
-            update.tail = self._exact(*state.hot(tail_at, state.position))
+            update.tail = exact.to_bytes(*state.hot(tail_at, state.position))
         if with_snapshot:
-            update.hot = self._snapshot(state)
+            update.hot = exact.snapshot(state)
 
     def _append(self, update: Update) -> None:
         """Commit an update. On a thread of its own while a text is taken in: nothing else reads the store then."""
@@ -419,7 +354,7 @@ class Memory:
         scratch, tail = self.scratch, self.config.recency_tail
         scratch.mode = Mode.absolute
         if self._state is None:
-            self._restore(scratch, tail)
+            self._restored(scratch, tail)
         else:
             state = self._state
             first = max(state.hot_start, state.position - tail)
