@@ -19,6 +19,7 @@ import socket
 import struct
 import sys
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -214,6 +215,9 @@ class Store:
         self.blocks = self._table(TABLE, BLOCK, c.blocks)
         self.sessions = _parse_sessions(self._bytes(SESSIONS))
         self.tombstones = frozenset(np.frombuffer(self._bytes(TOMBSTONES), "<u8").tolist())
+        # each commit's text follows that of the one before
+        self._text_parts = [part for _, part in self._ranges(TEXT)]
+        self._text_starts = [part.start for part in self._text_parts]
         self.tail = b""
         if c.tail is not None:
             raw = _read(self.root / c.tail.name)
@@ -442,9 +446,9 @@ class Store:
 
     def text_range(self, start: int, nbytes: int) -> bytes:
         """Return stored text, checked."""
-        for _, part in self._ranges(TEXT):
-            if part.start + part.nbytes <= start or part.start >= start + nbytes:
-                continue
+        first = max(0, bisect_right(self._text_starts, start) - 1)
+        last = bisect_left(self._text_starts, start + nbytes)
+        for part in self._text_parts[first:last]:
             if (TEXT, part.start) not in self._checked:
                 raw = _read_at(self.root / TEXT, part.start, part.nbytes)
                 self._check_range(TEXT, part, raw)
