@@ -64,11 +64,12 @@ class DenseModel:
         layout: LayerLayout,
         experts: ExpertSource,
         dtype: torch.dtype,
+        has_graphs: bool = True,
     ) -> None:
         """weights: the residents by their checkpoint names; a head that is not there is the embedding table.
 
         All but the table lie where hidden states are computed; a quantised head is codes and scales.  dtype: of the
-        hidden states.
+        hidden states.  has_graphs: single tokens of states that never move are replayed (CUDA).
         """
         self.spec, self.layout, self.experts, self.dtype = spec, layout, experts, dtype
         self.embedding = weights[EMBEDDING]
@@ -78,7 +79,7 @@ class DenseModel:
         self.device = self.norm.device
         self.rows = NoRows()
         # fixed addresses cost a CPU more than they save: nothing is launched there
-        self.step = DenseStep(self) if self.device.type == "cuda" else None
+        self.step = DenseStep(self, has_graphs) if self.device.type == "cuda" else None
         self.dense_nbytes = sum(
             part.nbytes for i in range(spec.depth) for part in layout.layer_parts(i)
         )
@@ -359,7 +360,6 @@ def open_model(
     dtype: torch.dtype,
 ) -> DenseModel:
     """Load the residents, as they are stored; the embedding table stays in RAM."""
-    del config
     checkpoint = Checkpoint.open(files.snapshot)
     embedding = checkpoint.load(EMBEDDING)
     weights = {EMBEDDING: embedding, NORM: checkpoint.load(NORM).to(device)}
@@ -371,4 +371,4 @@ def open_model(
         weights[HEAD] = checkpoint.load(HEAD).to(device)
     elif device.type != "cpu":
         weights[HEAD] = embedding.to(device)
-    return DenseModel(spec, weights, layout, experts, dtype)
+    return DenseModel(spec, weights, layout, experts, dtype, config.hw.graphs)

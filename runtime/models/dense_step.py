@@ -48,9 +48,10 @@ class FixedState(KvState, Protocol):
 class DenseStep:
     """The token's residual stream and rotation, and the launches of a layer on them."""
 
-    def __init__(self, model: DenseModel) -> None:
+    def __init__(self, model: DenseModel, has_graphs: bool = True) -> None:
+        """has_graphs: replay a layer from its second time on, on a GPU; else launch it again: the same numbers."""
         spec = model.spec
-        self._model = model
+        self._model, self._has_graphs = model, has_graphs
         self._hidden = torch.zeros(1, spec.hidden, dtype=model.dtype, device=model.device)
         self._tables = torch.zeros(2, 1, spec.head_dim // 2, device=model.device)
 
@@ -63,7 +64,7 @@ class DenseStep:
         self._tables.copy_(sendable(tables, model.device), non_blocking=True)
         self._hidden.copy_(sendable(row, model.device), non_blocking=True)
         kind = state.step_kind()
-        is_first = kind not in kept.seen
+        is_launched = kind not in kept.seen or not self._has_graphs
         for layer, record in model.experts.sweep(0, range(spec.depth)):
 
             def launch(layer: int = layer, record: Tensor = record) -> None:
@@ -71,7 +72,7 @@ class DenseStep:
                 out = model.block(layer, weights, self._hidden, state, *self._tables)
                 self._hidden.copy_(out)
 
-            kept.graphs.run((kind, layer, record.data_ptr()), launch, is_first)
+            kept.graphs.run((kind, layer, record.data_ptr()), launch, is_launched)
             state.observe(layer, self._hidden)
             after_layer()
         kept.seen.add(kind)
