@@ -132,8 +132,8 @@ def test_attention_on_the_device_is_that_of_the_cpu():
     assert float((outs[0] - outs[1]).norm() / outs[0].norm()) < 1e-4
 
 
-def asked(model, mode: Mode, at: int = 300_000) -> HotState:
-    """A question's state with sinks, cold tokens and a tail, read in a mode."""
+def asked(model, mode: Mode, at: int = 560_000) -> HotState:
+    """A question's state in a mode: sinks, cold tokens and a tail, two, one and no chunk before the question."""
     some = torch.Generator().manual_seed(2)
     shape = (2, model.spec.depth, 600, model.spec.kv_heads, model.spec.head_dim)
     keys, values = torch.randn(shape, generator=some).to(model.dtype)
@@ -141,7 +141,8 @@ def asked(model, mode: Mode, at: int = 300_000) -> HotState:
     state.put_hot(keys[:, :64], values[:, :64], at - 64)
     state.put_sinks(keys[:, 64:68], values[:, 64:68])
     state.floor = state.hot_start
-    state.retrieve(keys[:, 68:568], values[:, 68:568], torch.arange(at // 3, at // 3 + 500))
+    places = torch.cat([torch.arange(start, start + 250) for start in (at // 3, at // 2)])
+    state.retrieve(keys[:, 68:568], values[:, 68:568], places)
     if mode is Mode.near:
         state.bring_near()
     if mode is Mode.dca:
@@ -149,11 +150,10 @@ def asked(model, mode: Mode, at: int = 300_000) -> HotState:
     return state
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def few_layers():
-    return random_model(
-        read_config(RELEASED, 4), Weights.nvfp4, torch.device("cuda"), torch.bfloat16
-    )
+    shape = read_config(RELEASED, 4) | {"vocab_size": 2048}
+    return random_model(shape, Weights.nvfp4, torch.device("cuda"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("mode", list(Mode))
@@ -184,15 +184,15 @@ def test_neither_a_token_nor_a_chunk_waits_for_the_device(few_layers, mode):
     for _ in range(3):  # kernels are compiled, graphs captured
         model.logits(model.run([9], state))
         model.run(list(range(128)), state)
-        ToHost(codec.encode_blocks(*state.hot(299_936, 300_064), 2)).wait()
+        ToHost(codec.encode_blocks(*state.hot(559_936, 560_064), 2)).wait()
     torch.cuda.set_sync_debug_mode("error")
     try:
         model.logits(model.run([9], state))
         model.run(list(range(128)), state)
-        raw = ToHost(codec.encode_blocks(*state.hot(299_936, 300_064), 2))
+        raw = ToHost(codec.encode_blocks(*state.hot(559_936, 560_064), 2))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    wanted = [codec.encode(*state.hot(at, at + 64)) for at in (299_936, 300_000)]
+    wanted = [codec.encode(*state.hot(at, at + 64)) for at in (559_936, 560_000)]
     assert [bytes(row.numpy()) for row in raw.wait()] == wanted
 
 
