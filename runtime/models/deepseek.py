@@ -59,6 +59,7 @@ log = logging.getLogger(__name__)
 # experts in RAM are copied to VRAM first: 51 GB/s on an H200, where reading them off any alignment gives 29
 READS_IN_PLACE = False
 IS_DENSE = False
+HAS_TOKEN_GRAPH = False  # hw.graphs=token
 
 
 def read_spec(snapshot: Path) -> DeepseekSpec:
@@ -247,7 +248,7 @@ def open_model(
         from runtime.models.deepseek_decode import Decoder
 
         model.decoder = open_lanes(
-            partial(Decoder, model, layout, config.hw.graphs), config.serve.max_batch
+            partial(Decoder, model, layout, config.hw.has_graphs), config.serve.max_batch
         )
     return model
 
