@@ -129,7 +129,7 @@ def decoded(decoder, tokens) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def texts(heldout_tokens):
-    return heldout_tokens[:24], heldout_tokens[100:124]
+    return heldout_tokens[:14], heldout_tokens[100:114]
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +185,10 @@ def test_streamed_experts_are_waited_for(open_tiny, drive, texts, wanted, settin
     assert counters.wait_ns > 0
 
 
-@pytest.mark.parametrize(("early", "kept"), [(0, 0), (3, 0), (3, 30), (0, 40)])
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    ("early", "kept", "in_place"),
+    [(0, 0, True), (3, 0, True), (3, 30, True), (0, 40, True), (0, 0, False), (3, 30, False)],
+)
 def test_vram_slots_are_read_behind_their_copies(
     open_tiny, texts, wanted, early: int, kept: int, in_place: bool
 ):
@@ -202,7 +204,7 @@ def test_vram_slots_are_read_behind_their_copies(
     )
     streamer._ahead_rows = 2 * early
     decoder = ThreadDecoder(model)
-    for text, logits in [*zip(texts, wanted, strict=True)] * 2:
+    for text, logits in zip(texts, wanted, strict=True):
         assert torch.equal(decoded(decoder, text), logits)
     counters = engine.counters().experts
     assert (counters.early_used > 0) == (early > 0)
@@ -217,12 +219,12 @@ def test_conversations_take_turns_and_go_on_from_copies(resident_engine, texts, 
     model = resident_engine.model
     states = [model.new_state(), model.new_state()]
     found: list[list[torch.Tensor]] = [[], []]
-    for at in range(12):
+    for at in range(7):
         for i in (0, 1):
             found[i].append(decoder.step(texts[i][at], states[i]))
     copy = model.new_state()
     copy.restore(states[0].tensors())
-    for at in range(12, 24):
+    for at in range(7, 14):
         found[0].append(decoder.step(texts[0][at], copy))
         found[1].append(decoder.step(texts[1][at], states[1]))
     for i in (0, 1):
@@ -241,11 +243,11 @@ def test_a_failed_read_ends_the_token_with_its_error(open_tiny, drive, texts, wa
     model.experts = slots
     decoder = ThreadDecoder(model)
     decoded(decoder, texts[0][:5])
-    for number in (1, 40, 300, 301, 900):
+    for number in (1, 40, 300, 301):
         reads = iter(range(10**6))
 
         def fail(reads=reads, number=number):
-            if next(reads) == number:
+            if next(reads) >= number:
                 raise OSError(5, "Input/output error")
 
         drive.fault = fail
