@@ -255,7 +255,9 @@ class HwConfig:
     # decode steps as CUDA graphs, the same numbers with all: true or segments, cut at each router, where the host
     # launches what follows; token, one for a whole token, in which the GPU waits for the experts; false or off, none
     graphs: bool | str = True
-    graph_limit_s: float = 20.0  # that the GPU waits for experts with graphs=token; then the answer ends with an error
+    graph_limit_s: float = (
+        20.0  # that the GPU waits for experts with graphs=token; then the answer ends with an error
+    )
     ram_gib: float | None = (
         None  # RAM that may be used in all; null: what this machine has available
     )

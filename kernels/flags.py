@@ -63,10 +63,8 @@ def _release(word, value, on_gpu: tl.constexpr):
 def _now(polls, on_gpu: tl.constexpr):
     """Nanoseconds; the interpreter has no clock and counts polls."""
     if on_gpu:
-        now = tl.inline_asm_elementwise(_CLOCK, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-    else:
-        now = polls
-    return now
+        polls = tl.inline_asm_elementwise(_CLOCK, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    return polls
 
 
 @triton.jit

@@ -6,7 +6,9 @@ import time
 
 from torch import Tensor
 
-LINE = 16  # words of a row before its data: a flag has a cache line of its own, and data starts at one
+LINE = (
+    16  # words of a row before its data: a flag has a cache line of its own, and data starts at one
+)
 
 
 def publish(ticket: Tensor, poison: Tensor, source: Tensor, row: Tensor, count: int) -> None:
@@ -22,9 +24,7 @@ def wait(
     """As `flags.wait`."""
     step = int(ticket)
     end_ns = time.monotonic_ns() + int(limit)
-    while (
-        abs(int(row[0])) != step and int(poison) != step and time.monotonic_ns() <= end_ns
-    ):
+    while abs(int(row[0])) != step and int(poison) != step and time.monotonic_ns() <= end_ns:
         time.sleep(1e-5)
     if int(row[0]) != step or int(poison) == step:
         poison.fill_(step)

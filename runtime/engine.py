@@ -292,9 +292,9 @@ class Engine:
                         cache_rows=experts.cache.num_rows,
                         sweep_rows=experts.max_hold,
                     )
-                copier: Copier = CudaCopier(vram_plan.slots, experts.record_nbytes, device)
-                if config.hw.token_limit_s is not None:
-                    copier = PacedCopier(copier)
+                copies_bytes = CudaCopier(vram_plan.slots, experts.record_nbytes, device)
+                is_paced = config.hw.token_limit_s is not None
+                copier: Copier = PacedCopier(copies_bytes) if is_paced else copies_bytes
                 if family.IS_DENSE:
                     experts = LayerSlots(experts, copier, spec.num_experts, vram_plan.passing_slots)
                 else:

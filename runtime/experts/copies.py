@@ -86,7 +86,7 @@ class CudaCopier:
 
     def is_reached(self, mark: torch.cuda.Event) -> bool:
         """Whether the mark is reached, without waiting."""
-        return mark.query()
+        return bool(mark.query())
 
     def _next_event(self) -> torch.cuda.Event:
         self._turn = (self._turn + 1) % NUM_EVENTS

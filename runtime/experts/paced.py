@@ -56,7 +56,11 @@ class PacedCopier:
 
     def look(self) -> None:
         """Start the copies that were held back, if what they follow has run."""
-        if self._behind is not None and self._has_computed is not None and self._has_computed(self._behind):
+        if (
+            self._behind is not None
+            and self._has_computed is not None
+            and self._has_computed(self._behind)
+        ):
             self._let_go()
 
     def arrive(self, limit_s: float) -> None:

@@ -30,7 +30,6 @@ from runtime.models.buffers import check_context
 from runtime.models.lanes import open_lanes
 from runtime.models.qwen_codec import QwenCodec
 from runtime.models.qwen_decode import Decoder
-from runtime.models.qwen_token import TokenDecoder
 from runtime.models.qwen_model import (
     ATTENTION_NBYTES,
     CHUNK_TOKENS,
@@ -38,6 +37,7 @@ from runtime.models.qwen_model import (
     MAX_PAIRS,
     QwenModel,
 )
+from runtime.models.qwen_token import TokenDecoder
 from runtime.models.qwen_weights import (
     RESIDENTS_NAME,
     TABLES_NAME,

@@ -28,6 +28,7 @@ from runtime.errors import DeviceError, UserError
 from runtime.experts.paced import PacedCopier
 from runtime.experts.slots import SlotExperts
 from runtime.experts.streamer import ExpertSource
+from runtime.models.graphs import Graphs
 
 # A layer's waves: what is there at once; what comes until one expert is missing; the last. An empty wave costs three
 # small launches, so there are no more; with two, every expert that comes from the drive would wait for the last one.
@@ -55,7 +56,7 @@ def check_token_graph(max_batch: int) -> None:
         )
 
 
-def paced_copier(experts: ExpertSource) -> tuple[PacedCopier | None, bool]:
+def _paced_copier(experts: ExpertSource) -> tuple[PacedCopier | None, bool]:
     """Return who copies to the VRAM tier of a source of experts, if it has one, and whether some are copied early."""
     if not isinstance(experts, SlotExperts):
         return None, False
@@ -116,7 +117,9 @@ class TokenGraph:
         self.table = torch.zeros(words(table_words), dtype=torch.int64, device=device)
         self._number = 0  # of the step
         self.wait_ns = 0  # the host, for the graph and for copies
-        self._breathe = select.poll().poll  # with 0: lets other threads go on; `time.sleep(0)` may take 70 us
+        self._breathe = (
+            select.poll().poll
+        )  # with 0: lets other threads go on; `time.sleep(0)` may take 70 us
 
     # ---- the graph's part ------------------------------------------------------------------------------------------
 
@@ -236,7 +239,7 @@ class TokenGraph:
         row[0] = self._number  # behind the table: x86 shows writes in their order
 
     def _has_computed(self, layer: int) -> bool:
-        return abs(self._done_view.item(layer, 0)) == self._number
+        return bool(abs(self._done_view.item(layer, 0)) == self._number)
 
     def _await(self, layer: int) -> None:
         """Wait until the graph has reached a layer's route, or its end. Raises DeviceError when it has given up."""
@@ -264,3 +267,83 @@ class TokenGraph:
             f"{self.limit_s:g} s",
             "see the kernel log (dmesg) for the drive, raise hw.graph_limit_s, or set hw.graphs=true, which waits",
         )
+
+
+class WholeToken:
+    """What makes a decoder of segments one of whole tokens: its launches in one graph, with the waits in between.
+
+    Comes before the decoder among a class's parents; `_whole` and `_placed` are the family's.
+    """
+
+    graphs: Graphs
+    device: torch.device
+    host_route: Tensor  # [num_layers, words]
+    wait_ns: int
+    _stream: torch.cuda.Stream | None
+
+    def _open(self, experts: ExpertSource, top_k: int, expert_words: int, limit_s: float) -> None:
+        """experts: a VRAM tier before them must have a `PacedCopier`.  The rest is for `TokenGraph`."""
+        layers, words = self.host_route.shape
+        self._token_graph = TokenGraph(
+            self.device, layers, top_k, expert_words, words, limit_s, *_paced_copier(experts)
+        )
+        self._is_warm = False
+        self._is_whole = False  # what is launched now is a whole token, not segments
+
+    def _warm_up(self) -> None:
+        if not self._is_warm:
+            self._token_graph.warm_up()
+            self._synchronize()
+            self._is_warm = True
+
+    def _compute(self, inputs: Mapping[int, Callable[[], None]]) -> None:
+        """Run a token whose inputs are filled in, but for those that a layer needs.  inputs: fill those in."""
+        before = self._token_graph.wait_ns
+        self._is_whole = True
+        try:
+            self._token_graph.run(self._launch, self._synchronize, self._placed, inputs)
+        finally:
+            self._is_whole = False
+            self.wait_ns += self._token_graph.wait_ns - before
+
+    def _launch(self) -> None:
+        self.graphs.run("token", self._whole, is_first=False)
+
+    def _synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _whole(self) -> None:
+        """Launch everything from the token to its logits."""
+        raise NotImplementedError
+
+    def _placed(self, layer: int, ids: list[int]) -> Iterator[Placed]:
+        """Yield where a layer's experts are, as they arrive."""
+        raise NotImplementedError
+
+    def _layers(self, segment: Callable[[int], None], experts: Callable[[Tensor], None]) -> None:
+        """Launch all layers.  segment: up to a layer's route.  experts: of a table."""
+        graph = self._token_graph
+        graph.start()
+        for layer in range(graph.num_layers):
+            segment(layer)
+            for wave in range(WAVES):
+                graph.await_wave(layer, wave)
+                experts(graph.table)
+            graph.note_computed(layer)
+        graph.publish_end()
+
+    # ---- what the decoder calls within a segment -------------------------------------------------------------------
+
+    def _route_of(self, layer: int) -> Tensor:
+        if self._is_whole:
+            return self._token_graph.route[: self.host_route.shape[1]]
+        return self.host_route[layer]
+
+    def _routed(self, layer: int) -> None:
+        if self._is_whole:
+            self._token_graph.publish_route(layer)
+
+    def _await_rows(self, layer: int) -> None:
+        if self._is_whole:
+            self._token_graph.await_inputs(layer)

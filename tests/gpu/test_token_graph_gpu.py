@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from runtime.engine import Engine
+from runtime.engine import Engine, EngineFiles
 from runtime.errors import DeviceError, UserError
 from runtime.experts.copies import CudaCopier
 from runtime.experts.paced import PacedCopier
@@ -26,7 +26,9 @@ from tests.bench.bench_full_shape import RECORD_NBYTES, full_spec, random_weight
 from tests.gpu.test_full_shape import CONTEXT, EXPERTS, LAYERS, VOCAB, RandomExperts, RandomRows
 
 pytestmark = pytest.mark.gpu
-HANGS_S = 120  # a test of a few seconds; the stacks of all threads are printed then, and the run ends
+HANGS_S = (
+    120  # a test of a few seconds; the stacks of all threads are printed then, and the run ends
+)
 LIMIT_S = 5.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
@@ -104,9 +106,7 @@ def drive(monkeypatch) -> Drive:
         },
     ],
 )
-def test_streamed_in_one_graph_equals_resident(
-    open_token, wanted_logits, heldout_tokens, settings
-):
+def test_streamed_in_one_graph_equals_resident(open_token, wanted_logits, heldout_tokens, settings):
     """Prompt and 200 decoded tokens, twice on one engine: every logit equal, bit for bit."""
     engine = open_token(**settings)
     for turn in range(2):
@@ -122,6 +122,41 @@ def test_streamed_in_one_graph_equals_resident(
         assert counters.early_used > 0
     if settings.get("cache.vram_gib") != 0.0:
         assert counters.vram_hits > 0
+
+
+@pytest.fixture
+def open_deepseek(make_config, tiny_qwen):
+    engines = []
+
+    def open_engine(is_resident: bool = False, **overrides) -> Engine:
+        settings = {"hw.device": "cuda", "cache.ram_gib": 1.0, **overrides}
+        config = make_config("tiny_deepseek", **settings)
+        files = EngineFiles(tiny_qwen.parent / "tiny-deepseek")
+        engines.append(Engine.open(config, files, is_resident))
+        return engines[-1]
+
+    yield open_engine
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cache.ram_gib": 0.0, "prefetch.experts": 4},
+        {"cache.ram_gib": 1.0, "prefetch.copy": 4, "cache.vram_gib": 0.0},
+        {"cache.ram_gib": 0.001, "prefetch.copy": 3, "cache.table_rows": 0},
+    ],
+)
+def test_deepseek_in_one_graph_equals_resident(open_deepseek, heldout_tokens, settings):
+    """Prompt and 100 decoded tokens, twice on one engine: every logit equal, bit for bit."""
+    plain = open_deepseek(is_resident=True, **{"cache.vram_gib": 0.0, "hw.graphs": False})
+    wanted = logits_of(plain, heldout_tokens, count=100)
+    engine = open_deepseek(**{"hw.graphs": "token", "hw.graph_limit_s": LIMIT_S, **settings})
+    for turn in range(2):
+        found = logits_of(engine, heldout_tokens, count=100)
+        differing = (found != wanted).any(-1).nonzero().flatten().tolist()
+        assert not differing, f"turn {turn}: rows {differing[:10]} of {len(found)} differ"
 
 
 def test_the_launch_returns_while_the_graph_waits(open_token, heldout_tokens):
@@ -185,11 +220,14 @@ def answer(session: Session, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("copy", [0, 3])
-def test_a_failed_read_ends_the_answer_and_not_the_engine(
-    open_token, drive, heldout_tokens, copy
-):
+def test_a_failed_read_ends_the_answer_and_not_the_engine(open_token, drive, heldout_tokens, copy):
     engine = open_token(
-        **{"cache.ram_gib": 0.0, "cache.vram_gib": 0.0, "cache.table_rows": 0, "prefetch.copy": copy}
+        **{
+            "cache.ram_gib": 0.0,
+            "cache.vram_gib": 0.0,
+            "cache.table_rows": 0,
+            "prefetch.copy": copy,
+        }
     )
     prompt = heldout_tokens[:50]
     session = Session(engine)
@@ -216,15 +254,13 @@ def test_a_failed_read_ends_the_answer_and_not_the_engine(
 
 
 def test_a_drive_that_gives_nothing_ends_the_answer(open_token, drive, heldout_tokens):
-    engine = open_token(
-        **{"cache.ram_gib": 0.0, "cache.vram_gib": 0.0, "hw.graph_limit_s": 1.0}
-    )
+    engine = open_token(**{"cache.ram_gib": 0.0, "cache.vram_gib": 0.0, "hw.graph_limit_s": 1.0})
     prompt, session = heldout_tokens[:50], Session(engine)
     wanted = answer(session, prompt)
     session.sync(prompt)
     is_back = threading.Event()
     drive.fault = lambda: is_back.wait(30)
-    with pytest.raises(DeviceError, match="within 1 s|nothing for 1 s"):
+    with pytest.raises(DeviceError, match=r"within 1 s|nothing for 1 s"):
         answer(session, prompt)
     is_back.set()
     drive.fault = lambda: None
@@ -263,9 +299,7 @@ def test_several_conversations_at_once_are_refused(make_config, tiny_files):
 def test_layers_of_the_released_shape_have_the_bits_of_segments(dtype):
     spec = full_spec(EXPERTS, num_layers=LAYERS, vocab_size=VOCAB)
     weights = random_weights(spec)
-    weights = {
-        name: w.to(dtype) if w.dtype is torch.bfloat16 else w for name, w in weights.items()
-    }
+    weights = {name: w.to(dtype) if w.dtype is torch.bfloat16 else w for name, w in weights.items()}
     weights["embed_tokens.weight"] = weights["embed_tokens.weight"].cpu()
     scales = torch.full((LAYERS, EXPERTS, 3), 2e-2, device="cuda")
     experts = RandomExperts()

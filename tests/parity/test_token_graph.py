@@ -34,6 +34,7 @@ class ThreadDecoder(TokenDecoder):
     def __init__(self, model, limit_s: float = PATIENCE_S) -> None:
         super().__init__(model, CONTEXT, limit_s, has_graphs=False)
         self.nbytes = model.experts.record_nbytes
+        self._token_graph._breathe = lambda _: time.sleep(2e-5)  # the thread needs the core
         self.thread: threading.Thread | None = None
         self.errors: list[BaseException] = []
         self.before_layer = lambda layer: None  # called by the graph
