@@ -1,8 +1,9 @@
 """Words of pinned memory by which the host and a graph that is running wait for each other, in Triton.
 
 A row is LINE words of which the first is its flag, then data. A flag holds the number of the step that it was last
-written for: nothing is reset between steps. Minus that number says that the step is given up. What the one side wrote
-before a flag, the other reads behind it (release and acquire, at the scope of the system).
+written for, an even one: nothing is reset between steps. The number after it says that this is the last of several
+rows, minus the number that the step is given up. What the one side wrote before a flag, the other reads behind it
+(release and acquire, at the scope of the system).
 
 A wait ends in any case: with the flag, or when the step is given up, or after a time. Whatever ends it but its flag
 poisons the step: its later waits end at once, and give out no address. Definitions: `reference_flags`.
@@ -81,21 +82,24 @@ def _publish_kernel(
 
 @triton.jit
 def _wait_kernel(
-    ticket, poison, row, table, limit, count: tl.constexpr, width: tl.constexpr, on_gpu: tl.constexpr
+    ticket, poison, closed, row, table, count: tl.constexpr, width: tl.constexpr, on_gpu: tl.constexpr
 ):  # fmt: skip
-    step = tl.load(ticket)
-    is_given_up = tl.load(poison) == step
-    most = _acquire(limit, on_gpu)
-    said = _acquire(row, on_gpu)
+    step, limit = tl.load(ticket), tl.load(ticket + 1)
+    is_closed = tl.load(closed) == step
+    is_over = is_closed | (tl.load(poison) == step)
+    said = step - step
     polls = step - step
     started = _now(polls, on_gpu)
     waited = started - started
-    while (said != step) & (said != -step) & (waited <= most) & (is_given_up == 0):
-        polls += 1
+    while (
+        (said != step) & (said != step + 1) & (said != -step) & (waited <= limit) & (is_over == 0)
+    ):
         said = _acquire(row, on_gpu)
+        polls += 1
         waited = _now(polls, on_gpu) - started
-    is_go = (said == step) & (is_given_up == 0)
-    tl.store(poison, step, mask=is_go == 0)
+    is_go = (said == step) | (said == step + 1)
+    tl.store(closed, step, mask=said == step + 1)
+    tl.store(poison, step, mask=(is_go == 0) & (is_closed == 0))
     tl.debug_barrier()  # the data is read behind the flag that lane 0 has seen
     place = tl.arange(0, width)
     is_place = place < count
@@ -106,8 +110,9 @@ def _wait_kernel(
 def publish(ticket: Tensor, poison: Tensor, source: Tensor, row: Tensor, count: int) -> None:
     """Write the first `count` words of `source` into a row that the host reads, then the step's number as its flag.
 
-    ticket: [1] int64, the step's number, above 0.  poison: [1] int64.  source: at least [count] int64, contiguous.
-    row: [LINE + count or more] int64, pinned. Where the step is given up the flag is minus its number.
+    ticket: [2] int64, the step's number, even and above 0, and how long a wait may take.  poison: [1] int64.
+    source: at least [count] int64, contiguous.  row: [LINE + count or more] int64, pinned. Where the step is given up
+    the flag is minus its number.
     """
     _publish_kernel[(1,)](
         ticket, poison, source, row, count=count, width=triton.next_power_of_2(max(1, count)), on_gpu=ticket.is_cuda,
@@ -116,15 +121,17 @@ def publish(ticket: Tensor, poison: Tensor, source: Tensor, row: Tensor, count: 
 
 
 def wait(
-    ticket: Tensor, poison: Tensor, row: Tensor, table: Tensor, limit: Tensor, count: int
+    ticket: Tensor, poison: Tensor, closed: Tensor, row: Tensor, table: Tensor, count: int
 ) -> None:
     """Wait until the host has written the step's number as the flag of a row, and copy its first `count` words.
 
-    row: as for `publish`, written by the host.  table: at least [count] int64 on the device; zeros when the step is
-    given up: its flag says so, or an earlier wait did, or the flag has not come.  limit: [1] int64, pinned, nanoseconds
-    that a wait may take (interpreted: polls). poison: [1] int64 on the device, the step that is given up.
+    ticket: [2] int64 on the device, the step's number and the nanoseconds that a wait may take (interpreted: polls).
+    poison: [1] int64, the step that is given up.  closed: [1] int64, the step in which the last of some rows has come;
+    what would wait for another of them goes on with nothing.  row: as for `publish`, written by the host.
+    table: at least [count] int64 on the device; zeros when there is nothing, or when the step is given up: its flag
+    says so, or an earlier wait did, or the flag has not come.
     """
     _wait_kernel[(1,)](
-        ticket, poison, row, table, limit, count=count, width=triton.next_power_of_2(max(1, count)),
+        ticket, poison, closed, row, table, count=count, width=triton.next_power_of_2(max(1, count)),
         on_gpu=ticket.is_cuda, num_warps=1,
     )  # fmt: skip

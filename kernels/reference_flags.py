@@ -14,20 +14,23 @@ LINE = (
 def publish(ticket: Tensor, poison: Tensor, source: Tensor, row: Tensor, count: int) -> None:
     """As `flags.publish`."""
     row[LINE : LINE + count] = source[:count]
-    step = int(ticket)
+    step = int(ticket[0])
     row[0] = -step if int(poison) == step else step
 
 
 def wait(
-    ticket: Tensor, poison: Tensor, row: Tensor, table: Tensor, limit: Tensor, count: int
+    ticket: Tensor, poison: Tensor, closed: Tensor, row: Tensor, table: Tensor, count: int
 ) -> None:
     """As `flags.wait`."""
-    step = int(ticket)
-    end_ns = time.monotonic_ns() + int(limit)
-    while abs(int(row[0])) != step and int(poison) != step and time.monotonic_ns() <= end_ns:
-        time.sleep(1e-5)
-    if int(row[0]) != step or int(poison) == step:
+    step, limit_ns = ticket.tolist()
+    end_ns = time.monotonic_ns() + limit_ns
+    said = 0
+    if step not in (int(poison), int(closed)):
+        while (said := int(row[0])) not in (step, step + 1, -step) and time.monotonic_ns() < end_ns:
+            time.sleep(1e-5)
+    is_go = said in (step, step + 1)
+    if said == step + 1:
+        closed.fill_(step)
+    if not is_go and int(closed) != step:
         poison.fill_(step)
-        table[:count] = 0
-        return
-    table[:count] = row[LINE : LINE + count]
+    table[:count] = row[LINE : LINE + count] if is_go else 0

@@ -30,8 +30,8 @@ from runtime.experts.slots import SlotExperts
 from runtime.experts.streamer import ExpertSource
 from runtime.models.graphs import Graphs
 
-# A layer's waves: what is there at once; what comes until one expert is missing; the last. An empty wave costs three
-# small launches, so there are no more; with two, every expert that comes from the drive would wait for the last one.
+# A layer's waves: what is there at once; what comes until one expert is missing; the last. A wave that is not needed
+# costs three small launches, so there are no more; with two, each expert from the drive would wait for the last one.
 WAVES = 3
 SPINS = 64  # polls before the host lets other threads go on between two of them
 POLLS_PER_LOOK = 1024  # at the clock
@@ -103,19 +103,24 @@ class TokenGraph:
         self._route_words = route_words
         self._copier, self._has_early_copies = copier, has_early_copies
         # written by the host: the step's number, and for each layer its waves and one row that says inputs are there
-        self._host_ticket, self._limit = pinned(1), pinned(1)
-        self._limit[0] = int(limit_s * NS)
+        self._host_ticket = pinned(2)  # and how long the graph waits
+        self._host_ticket[1] = int(limit_s * NS)
         self._gates = pinned(num_layers, WAVES + 1, LINE + words(table_words))
         # written by the graph: routes, one flag more for the end, and which layers' experts are computed
         self._routes = pinned(num_layers + 1, LINE + words(route_words))
         self._done = pinned(num_layers, LINE)
         self._ticket_view, self._gates_view = self._host_ticket.numpy(), self._gates.numpy()
         self._routes_view, self._done_view = self._routes.numpy(), self._done.numpy()
-        self._ticket = torch.zeros(1, dtype=torch.int64, device=device)
-        self._poison = torch.zeros(1, dtype=torch.int64, device=device)
-        self.route = torch.zeros(words(route_words), dtype=torch.int64, device=device)
-        self.table = torch.zeros(words(table_words), dtype=torch.int64, device=device)
-        self._number = 0  # of the step
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self._ticket, self._poison = zeros(2), zeros(1)
+        self._closed = zeros(
+            num_layers + 1, LINE
+        )  # layers whose last wave has come; the last row is never closed
+        self.route, self.table = zeros(words(route_words)), zeros(words(table_words))
+        self._number = 0  # of the step, even
         self.wait_ns = 0  # the host, for the graph and for copies
         self._breathe = (
             select.poll().poll
@@ -133,11 +138,11 @@ class TokenGraph:
 
     def await_inputs(self, layer: int) -> None:
         """Wait for what the host has to fill in before a layer."""
-        self._wait(self._gates[layer, WAVES], 0)
+        self._wait(self._closed[-1, :1], self._gates[layer, WAVES], 0)
 
     def await_wave(self, layer: int, wave: int) -> None:
         """Wait for a wave, and fill `table` with it."""
-        self._wait(self._gates[layer, wave], self._table_words)
+        self._wait(self._closed[layer, :1], self._gates[layer, wave], self._table_words)
 
     def note_computed(self, layer: int) -> None:
         """Tell the host that the layer's experts are computed."""
@@ -151,8 +156,8 @@ class TokenGraph:
     def _publish(self, row: Tensor, count: int) -> None:
         self._flags.publish(self._ticket, self._poison, self.route, row, count)
 
-    def _wait(self, row: Tensor, count: int) -> None:
-        self._flags.wait(self._ticket, self._poison, row, self.table, self._limit, count)
+    def _wait(self, closed: Tensor, row: Tensor, count: int) -> None:
+        self._flags.wait(self._ticket, self._poison, closed, row, self.table, count)
 
     def warm_up(self) -> None:
         """Run every kind of launch once: a capture must not meet a kernel that is compiled or loaded."""
@@ -205,7 +210,7 @@ class TokenGraph:
                 copier.end()
 
     def _next(self) -> None:
-        self._number += 1
+        self._number += 2
         self._ticket_view[0] = self._number
 
     def _serve(self, layer: int, waves: Iterable[Placed]) -> None:
@@ -219,16 +224,13 @@ class TokenGraph:
             left -= len(placed)
             if left and (wave == WAVES - 1 or (wave == WAVES - 2 and left > self._expert_words)):
                 continue
-            self._answer(layer, wave, held)
+            self._answer(layer, wave, held, is_last=not left)
             held, wave = [], wave + 1
-            while not left and wave < WAVES:
-                self._answer(layer, wave, held)
-                wave += 1
         assert not left, "a route was not answered"
 
-    def _answer(self, layer: int, wave: int, placed: Placed) -> None:
-        """Let the graph go on to a wave."""
-        if self._copier is not None and placed:
+    def _answer(self, layer: int, wave: int, placed: Placed, is_last: bool) -> None:
+        """Let the graph go on to a wave.  is_last: it does not wait for those behind it."""
+        if self._copier is not None:
             started = time.perf_counter_ns()
             self._copier.arrive(self.limit_s)
             self.wait_ns += time.perf_counter_ns() - started
@@ -236,7 +238,7 @@ class TokenGraph:
         row[LINE:] = 0
         for place, value in placed:
             row[LINE + place] = value
-        row[0] = self._number  # behind the table: x86 shows writes in their order
+        row[0] = self._number + is_last  # behind the table: x86 shows writes in their order
 
     def _has_computed(self, layer: int) -> bool:
         return bool(abs(self._done_view.item(layer, 0)) == self._number)

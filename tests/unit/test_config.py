@@ -278,7 +278,7 @@ def test_graphs_are_switched_or_named(value: str, has_graphs: bool, limit_s: flo
 
 
 def test_a_wrong_word_for_graphs_names_the_right_ones():
-    with pytest.raises(ConfigError, match="hw.graphs 'tokens' is unknown: did you mean 'token'"):
+    with pytest.raises(ConfigError, match=r"hw\.graphs 'tokens' is unknown: did you mean 'token'"):
         loaded("hw.graphs=tokens")
 
 
