@@ -1,9 +1,9 @@
 """One graph for a whole token: what the host and the running graph tell each other, and the host's side of it.
 
 After a layer's router the graph writes the route into pinned memory, then the step's number behind it. The host polls
-that word, asks for the experts, and answers with tables of addresses, a fixed number of waves for each layer, each with
-the step's number behind it. The graph waits for each before it launches the wave: on the GPU, by polling too. No
-CUDA call is made in between, but for copies to VRAM slots.
+that word, asks for the experts, and answers with tables of addresses, at most a fixed number of waves for each layer,
+each with the step's number behind it and a word that says which is the last. The graph waits for each before it
+launches the wave: on the GPU, by polling too. No CUDA call is made in between, but for copies to VRAM slots.
 
 Neither side waits for ever. When the host meets an error (a read that failed), it gives the step up in the same words;
 when an answer does not come in time, the graph does. Either way the rest of the graph runs through without touching an

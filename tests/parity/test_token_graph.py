@@ -23,6 +23,8 @@ from runtime.experts.reader import DirectReader, ReadError
 from runtime.experts.slots import SlotExperts, passing_slots
 from runtime.models.qwen_decode import Decoder
 from runtime.models.qwen_token import TokenDecoder
+from runtime.sampling import SamplingParams
+from runtime.session import Session
 
 CONTEXT = 300
 PATIENCE_S = 60.0  # a test that hangs fails
@@ -261,6 +263,32 @@ def test_a_failed_read_ends_the_token_with_its_error(open_tiny, drive, texts, wa
     model.experts = streamer
     late.jobs.put(None)
     late.thread.join()
+
+
+def test_a_session_starts_anew_after_an_error(open_tiny, drive, heldout_tokens):
+    engine = open_tiny(**{"cache.ram_gib": 0.0})
+    model, params = engine.model, SamplingParams(temperature=0.0, max_tokens=6)
+    prompt = heldout_tokens[:20]
+
+    def answer(session):
+        return [piece.token for piece in session.generate(prompt, params)]
+
+    model.decoder = Decoder(model, CONTEXT, has_graphs=False)
+    right = answer(Session(engine))
+    model.decoder = ThreadDecoder(model)
+    session = Session(engine)
+    assert answer(session) == right
+    session.sync(prompt)
+
+    def fail():
+        raise OSError(5, "Input/output error")
+
+    drive.fault = fail
+    with pytest.raises(ReadError, match="Input/output error"):
+        answer(session)
+    assert session.tokens == []
+    drive.fault = lambda: None
+    assert answer(session) == right
 
 
 def test_a_drive_that_gives_nothing_ends_the_token(open_tiny, drive, texts, wanted):
