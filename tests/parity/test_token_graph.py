@@ -33,14 +33,19 @@ PATIENCE_S = 60.0  # a test that hangs fails
 class ThreadDecoder(TokenDecoder):
     """The graph is a thread; experts are read at the addresses that it is told."""
 
-    def __init__(self, model, limit_s: float = PATIENCE_S) -> None:
-        super().__init__(model, CONTEXT, limit_s, has_graphs=False)
+    def __init__(self, model) -> None:
+        super().__init__(model, CONTEXT, PATIENCE_S, has_graphs=False)
         self.nbytes = model.experts.record_nbytes
         self._token_graph._breathe = lambda _: time.sleep(2e-5)  # the thread needs the core
         self.thread: threading.Thread | None = None
         self.errors: list[BaseException] = []
         self.before_layer = lambda layer: None  # called by the graph
         self.skipped = 0  # waves without an expert
+
+    def wait_for(self, limit_s: float) -> None:
+        """Let both sides wait that long for each other."""
+        self._token_graph.limit_s = limit_s
+        self._token_graph._host_ticket[1] = int(limit_s * 1e9)
 
     def _launch(self) -> None:
         self.thread = threading.Thread(target=self._play, daemon=True)
@@ -294,47 +299,51 @@ def test_a_session_starts_anew_after_an_error(open_tiny, drive, heldout_tokens):
 def test_a_drive_that_gives_nothing_ends_the_token(open_tiny, drive, texts, wanted):
     """The reader's patience ends with the GPU's: no read has to come back for the error."""
     engine = open_tiny(**{"cache.ram_gib": 0.0})
-    engine.model.experts._limit_s = 0.3
-    decoder = ThreadDecoder(engine.model, limit_s=0.3)
+    decoder = ThreadDecoder(engine.model)
     decoded(decoder, texts[0][:4])
+    engine.model.experts._limit_s = 0.3
     is_back = threading.Event()
     drive.fault = lambda: is_back.wait(PATIENCE_S)
     with pytest.raises(DeviceError, match=r"the drive has given nothing for 0\.3 s"):
         decoded(decoder, texts[1])
     is_back.set()
+    engine.model.experts._limit_s = None
     assert torch.equal(decoded(decoder, texts[0]), wanted[0])
 
 
 def test_what_comes_too_late_is_not_used(resident_engine, texts, wanted):
     """A host that is held up for longer than the limit: the graph has given up, and nothing is taken for a token."""
-    decoder = ThreadDecoder(resident_engine.model, limit_s=0.2)
+    decoder = ThreadDecoder(resident_engine.model)
     decoded(decoder, texts[0][:4])
+    decoder.wait_for(0.3)
     placed, layers = decoder._placed, []
 
     def slow(layer, ids):
         layers.append(layer)
         if len(layers) == 6:
-            time.sleep(0.6)
+            time.sleep(0.8)
         yield from placed(layer, ids)
 
     decoder._placed = slow
     with pytest.raises(DeviceError, match="the GPU gave a token up"):
         decoded(decoder, texts[1])
     decoder._placed = placed
+    decoder.wait_for(PATIENCE_S)
     assert torch.equal(decoded(decoder, texts[0]), wanted[0])
 
 
 def test_a_wait_that_expires_in_the_last_layer_gives_no_logits(resident_engine, texts):
-    decoder = ThreadDecoder(resident_engine.model, limit_s=0.2)
+    decoder = ThreadDecoder(resident_engine.model)
     decoded(decoder, texts[0][:4])
     placed, last = decoder._placed, decoder.spec.num_layers - 1
 
     def slow(layer, ids):
         if layer == last:
-            time.sleep(0.5)
+            time.sleep(1.0)
         yield from placed(layer, ids)
 
     decoder._placed = slow
+    decoder.wait_for(0.4)
     state = decoder.model.new_state()
     with pytest.raises(DeviceError, match=f"before layer {last + 1} of {last + 1}"):
         decoder.step(texts[0][0], state)
@@ -342,10 +351,12 @@ def test_a_wait_that_expires_in_the_last_layer_gives_no_logits(resident_engine, 
 
 
 def test_a_gpu_that_does_not_come_back_is_an_error(resident_engine, texts, wanted):
-    decoder = ThreadDecoder(resident_engine.model, limit_s=0.2)
+    decoder = ThreadDecoder(resident_engine.model)
     decoded(decoder, texts[0][:4])
-    decoder.before_layer = lambda layer: time.sleep(0.6 if layer == 2 else 0)
+    decoder.wait_for(0.3)
+    decoder.before_layer = lambda layer: time.sleep(0.8 if layer == 2 else 0)
     with pytest.raises(DeviceError, match="the GPU has not come to layer 2"):
         decoded(decoder, texts[1])
+    decoder.wait_for(PATIENCE_S)
     decoder.before_layer = lambda layer: None
     assert torch.equal(decoded(decoder, texts[0]), wanted[0])
