@@ -218,8 +218,8 @@ class DriveConfig:
     """How the drive is read."""
 
     direct: DirectIo = DirectIo.auto
-    window: int = 2  # experts in flight; more share the drive and all end late
-    pieces: int = 4  # parallel reads per expert
+    window: int | None = None  # experts in flight; null: as many as come to 16 MiB, 2 to 8
+    pieces: int | None = None  # parallel reads per expert; null: one for each 2 MiB, 1 to 4
     piece_kib: int = 128  # but none smaller than this: below, a request costs more than its bytes
     simulate_gib_s: float = 0.0  # pretend the drive gives this many GiB/s; 0 is the real drive
     simulate_latency_us: float = 0.0  # and adds this much to every read
@@ -894,7 +894,7 @@ def _range_faults(run: RunConfig) -> Iterable[str]:
     top_p = run.model.sampling.top_p
     if top_p is not None and not 0 < top_p <= 1:
         yield f"model.sampling.top_p must be above 0 and at most 1, got {top_p:g}"
-    threads = run.hw.drive.window * run.hw.drive.pieces
+    threads = (run.hw.drive.window or 1) * (run.hw.drive.pieces or 1)
     if threads > 256:
         yield f"hw.drive.window x hw.drive.pieces makes {threads} reader threads, at most 256"
     if run.model.source is Source.hub and not run.model.repo:
@@ -937,7 +937,7 @@ def _drives_faults(run: RunConfig) -> Iterable[str]:
         given = [getattr(drive, key) is not None for drive in drives]
         if any(given) and not all(given):
             yield f"hw.drives[{given.index(False)}].{key} is missing: give it for every drive, or for none"
-    threads = len(drives) * run.hw.drive.window * run.hw.drive.pieces
+    threads = len(drives) * (run.hw.drive.window or 1) * (run.hw.drive.pieces or 1)
     if len(drives) > 1 and threads > 256:
         yield f"{len(drives)} drives x hw.drive.window x pieces make {threads} reader threads, at most 256"
 

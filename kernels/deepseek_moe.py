@@ -54,7 +54,10 @@ def _route_kernel(
         rank = tl.arange(0, guess_width)
         scores = _scores(tl.load(guess_logits + index, mask=is_expert, other=0.0))
         scores += tl.load(guess_bias + index, mask=is_expert, other=0.0)
-        guessed, _ = _best(tl.where(is_expert, scores, float("-inf")), num_guesses, guess_width)
+        # a name that both branches give, even `_`, must be of one shape in both
+        guessed, _guessed_scores = _best(
+            tl.where(is_expert, scores, float("-inf")), num_guesses, guess_width
+        )
         tl.store(route + top_k + rank, guessed.to(tl.int64), mask=rank < num_guesses)
 
 

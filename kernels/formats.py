@@ -52,6 +52,11 @@ def nvfp4_dequantize(codes: Tensor, scales: Tensor, global_scale: Tensor | float
     return nvfp4_values(codes, scales) * global_scale
 
 
+def divided(x: Tensor, number: float) -> Tensor:
+    """Return x / number, correctly rounded: a GPU multiplies by the reciprocal of a plain number instead."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+
+
 def nvfp4_quantize(
     weight: Tensor, amax: Tensor | None = None, peaks: tuple[float, ...] = (E2M1_MAX,)
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +72,7 @@ def nvfp4_quantize(
         raise ValueError(f"NVFP4 needs a multiple of {NVFP4_GROUP} columns, got {columns}")
     if amax is None:
         amax = weight.abs().amax()
-    global_scale = torch.where(amax > 0, amax / (E2M1_MAX * E4M3_MAX), torch.ones_like(amax))
+    global_scale = torch.where(amax > 0, divided(amax, E2M1_MAX * E4M3_MAX), torch.ones_like(amax))
     blocks = weight.view(rows, columns // NVFP4_GROUP, NVFP4_GROUP)
     codes, scales = _nvfp4_blocks(blocks, global_scale, peaks[0])
     for peak in peaks[1:]:
@@ -84,9 +89,8 @@ def nvfp4_quantize(
 
 def _nvfp4_blocks(blocks: Tensor, global_scale: Tensor, peak: float) -> tuple[Tensor, Tensor]:
     """blocks: [N, G, 16].  Returns codes [N, G, 16] uint8 and scales [N, G] that make each group's largest `peak`."""
-    scales = (
-        (blocks.abs().amax(-1) / peak / global_scale).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
-    )
+    largest = divided(blocks.abs().amax(-1), peak)
+    scales = (largest / global_scale).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     step = scales.float().unsqueeze(-1) * global_scale
     scaled = torch.where(
         step > 0, blocks / step.clamp(min=torch.finfo(torch.float32).tiny), torch.zeros_like(blocks)
@@ -98,7 +102,8 @@ def _nvfp4_error(blocks: Tensor, codes: Tensor, scales: Tensor, global_scale: Te
     """Return the squared error of each group: [N, G]."""
     table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=blocks.device)
     values = table[codes.int()] * (scales.float() * global_scale).unsqueeze(-1)
-    return (values - blocks).square().sum(-1)
+    # one by one: `sum` adds in an order of each device's own
+    return functools.reduce(torch.add, (values - blocks).square().unbind(-1))
 
 
 def nearest_e2m1(values: Tensor) -> Tensor:
@@ -120,7 +125,7 @@ def fp8_rows_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     weight = weight.float()
     amax = weight.abs().amax(dim=1)
-    scale = torch.where(amax > 0, amax / E4M3_MAX, torch.ones_like(amax))
+    scale = torch.where(amax > 0, divided(amax, E4M3_MAX), torch.ones_like(amax))
     return (weight / scale.unsqueeze(1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
@@ -139,7 +144,7 @@ def int8_rows_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     weight = weight.float()
     amax = weight.abs().amax(dim=1)
-    scale = torch.where(amax > 0, amax / INT8_MAX, torch.ones_like(amax))
+    scale = torch.where(amax > 0, divided(amax, INT8_MAX), torch.ones_like(amax))
     return (weight / scale.unsqueeze(1)).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale
 
 

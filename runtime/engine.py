@@ -239,7 +239,7 @@ class Engine:
         _check_graphs(config, family, device)
         layout = family.expert_layout(spec, files)
         spread = spread_of(layout, files.mirror, files.snapshot)
-        spares = spare_rows(spread, config.hw)
+        spares = spare_rows(spread, config.hw, layout.record_nbytes)
         sizes = family.model_sizes(spec, files, layout, config, dtype)
         sizes = sizes.for_conversations(config.serve.max_batch)
         wanted, reserve = config.hw.ram_gib, config.hw.reserve_gib

@@ -67,7 +67,9 @@ def random_model(
             part = record[offset : offset + nbytes]
             _fill(part.view(torch_dtype(kind)).view(shape), name, weights, spec, source)
         records.append(record)
-    table = torch.randint(-99, 100, (spec.vocab_size, spec.hidden), dtype=torch.int8)
+    host = torch.Generator().manual_seed(2)
+    shape = (spec.vocab_size, spec.hidden)
+    table = torch.randint(-99, 100, shape, dtype=torch.int8, generator=host)
     residents = {EMBEDDING: table.bfloat16() / 57, NORM: torch.ones(spec.hidden, device=device)}
     for name, entry in head_entries(spec, weights).items():
         part = torch.empty(entry.shape, dtype=torch_dtype(entry.dtypes[0]), device=device)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.formats import divided
+
 SMALLEST_SCALE = 2.0**-24  # the smallest fp16 number
 NAMES = ("k8c_v8t", "k8t_v8t", "fp16", "fp32")
 
@@ -70,7 +72,8 @@ class Codec(NamedTuple):
 
 def _quantize(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     """Return symmetric int8 codes, and fp16 scales, one for each group along `axis`."""
-    scale = (x.abs().amax(axis, keepdim=True) / 127).half().clamp_min(SMALLEST_SCALE)
+    largest = x.abs().amax(axis, keepdim=True)
+    scale = divided(largest, 127).half().clamp_min(SMALLEST_SCALE)
     codes = torch.round(x / scale.float()).clamp_(-127, 127).to(torch.int8)
     return codes, scale
 

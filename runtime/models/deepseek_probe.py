@@ -75,8 +75,9 @@ def _cases(
 ) -> Iterator[tuple[str, Callable[[], Tensor], Tensor]]:  # fmt: skip
     """Yield (name, a call, its result by plain torch)."""
     columns = fp8[0].shape[1]
-    loud = torch.exp2(torch.randint(-4, 5, (rows, columns // MX_GROUP, 1), generator=generator))
-    x = torch.randn(rows, columns // MX_GROUP, MX_GROUP, generator=generator, dtype=torch.float32)
+    groups = (rows, columns // MX_GROUP)
+    loud = torch.exp2(torch.randint(-4, 5, (*groups, 1), generator=generator, device="cpu"))
+    x = _normal((*groups, MX_GROUP), generator)
     x = (x * loud).flatten(1).to(torch.bfloat16).to(device)
     rounded = _in_fp32(lambda: ops.act_rounded(x))
 
@@ -110,15 +111,12 @@ def _attention(
     heads, dim = ATTENTION_HEADS, ATTENTION_DIM
     rows = min(rows, 65)  # the model hands it few at once
     q, kv = (
-        torch.randn(1, n, dim, generator=generator, dtype=torch.float32)
-        .to(torch.bfloat16)
-        .to(device)
-        for n in (rows * heads, 192)
+        _normal((1, n, dim), generator).to(torch.bfloat16).to(device) for n in (rows * heads, 192)
     )
     q = q.view(1, rows, heads, dim)
-    listed = torch.randint(-1, 192, (1, rows, ATTENTION_LIST), generator=generator)
+    listed = torch.randint(-1, 192, (1, rows, ATTENTION_LIST), generator=generator, device="cpu")
     listed = listed.to(torch.int32).to(device)
-    sink = torch.randn(heads, generator=generator, dtype=torch.float32).to(device)
+    sink = _normal((heads,), generator).to(device)
     places = listed[0].long()
     entries = kv[0].double()[places.clamp(min=0)]
     scores = torch.einsum("thd,tnd->thn", q[0].double(), entries) * dim**-0.5
@@ -126,6 +124,11 @@ def _attention(
     with_sink = torch.cat([scores, sink.double().view(1, -1, 1).expand(rows, -1, 1)], dim=-1)
     wanted = torch.einsum("thn,tnd->thd", with_sink.softmax(-1)[..., :-1], entries)[None].float()
     return "sparse_attn", lambda: kernel.sparse_attn(q, kv, sink, listed, dim**-0.5).float(), wanted
+
+
+def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return normal numbers, fp32, from the host: the caller's default device may be a GPU."""
+    return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _dequantized(name: str, weight: Tensor, scale: Tensor) -> Tensor:

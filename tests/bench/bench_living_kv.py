@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class Row:
     """What was measured at one length."""
 
     tokens: int
+    ingest_s: float  # of the tokens since the row before
     step_ms: float  # median of decoded tokens
     step_nbytes: int  # weights, keys and values that one reads
     floor_ms: float  # these at the measured rate of the memory
@@ -64,25 +65,26 @@ class Row:
 
 def measure(
     model: DenseModel, config: MemoryConfig, root: Path, tokens: int, seed: int = 0
-) -> list[Row]:
-    """Ingest random text up to `tokens`, and ask at some lengths."""
+) -> Iterator[Row]:
+    """Ingest random text up to `tokens`, and ask at some lengths: a row each."""
     device = model.device
     codec = open_codec(TOKENIZER)
     rate = _memory_rate(device)
     memory = Memory(
         model, codec, Store.create(root, new_header(model, TOKENIZER, config, "now")), config
     )
-    rng, rows = torch.Generator().manual_seed(seed), []
+    rng = torch.Generator().manual_seed(seed)
     try:
         for target in sorted({max(1, int(share * tokens)) for share in SHARES}):
             _reset_peak(device)
+            started = time.perf_counter()
             while (done := memory.store.commit.tokens) < target:
                 text = _text(min(8 * config.commit_tokens, max(64, target - done)), rng)
                 memory.ingest(text.encode(), f"from {done}")
-            rows.append(_ask(memory, rate))
+            _wait(device)
+            yield _ask(memory, rate, time.perf_counter() - started)
     finally:
         memory.close()
-    return rows
 
 
 def _text(count: int, rng: torch.Generator) -> str:
@@ -92,7 +94,7 @@ def _text(count: int, rng: torch.Generator) -> str:
     return "\n".join(" ".join([*words[at : at + 10], "."]) for at in range(0, count, 10)) + "\n"
 
 
-def _ask(memory: Memory, rate_gib_s: float) -> Row:
+def _ask(memory: Memory, rate_gib_s: float, ingest_s: float) -> Row:
     """Ask for a stored sentence, and time tokens behind it."""
     store, model, cold = memory.store, memory.model, memory.cold
     question = store.text_of(len(store.sentences) // 3).decode().rpartition(" ")[0]
@@ -117,11 +119,12 @@ def _ask(memory: Memory, rate_gib_s: float) -> Row:
     token_nbytes = model.spec.kv_token_values * model.dtype.itemsize
     step_nbytes = model.dense_nbytes + rows * token_nbytes
     kv_nbytes = sum(n for name, n in store.commit.lengths.items() if name.endswith(".kvb"))
+    worth = scratch.num_retrieved * memory.codec.payload_nbytes(store.header.block)
     return Row(
-        store.commit.tokens, statistics.median(times[4:] or times), step_nbytes, step_nbytes / (rate_gib_s * GIB) * 1e3,
-        ask_ms, scratch.num_retrieved, store.read_nbytes - read, cold.moved_nbytes - moved,
-        round(scratch.num_retrieved * memory.codec.payload_nbytes(store.header.block) / store.header.block),
-        _peak(memory), kv_nbytes / max(1, store.commit.blocks * store.header.block),
+        store.commit.tokens, ingest_s, statistics.median(times[4:] or times), step_nbytes,
+        step_nbytes / (rate_gib_s * GIB) * 1e3, ask_ms, scratch.num_retrieved, store.read_nbytes - read,
+        cold.moved_nbytes - moved, round(worth / store.header.block), _peak(memory),
+        kv_nbytes / max(1, store.commit.blocks * store.header.block),
     )  # fmt: skip
 
 
@@ -155,11 +158,12 @@ def predicted_nbytes(model: DenseModel, config: MemoryConfig) -> int:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows for a terminal."""
-    head = ("tokens", "step ms", "floor ms", "step reads", "question ms", "fetched", "from drive", "over link",
-            "worth", "memory", "K/V B per token")  # fmt: skip
+    head = ("tokens", "ingest s", "step ms", "floor ms", "step reads", "question ms", "fetched", "from drive",
+            "over link", "worth", "memory", "K/V B per token")  # fmt: skip
     lines = [head] + [
         (
-            f"{r.tokens:,}", f"{r.step_ms:.2f}", f"{r.floor_ms:.2f}", format_nbytes(r.step_nbytes), f"{r.ask_ms:.0f}",
+            f"{r.tokens:,}", f"{r.ingest_s:.1f}", f"{r.step_ms:.2f}", f"{r.floor_ms:.2f}",
+            format_nbytes(r.step_nbytes), f"{r.ask_ms:.0f}",
             str(r.fetched_tokens), format_nbytes(r.read_nbytes), format_nbytes(r.moved_nbytes),
             format_nbytes(r.worth_nbytes), format_nbytes(r.peak_nbytes), f"{r.kv_nbytes_per_token:,.0f}",
         )
@@ -208,7 +212,10 @@ def main() -> None:
     )
     folder = Path(tempfile.mkdtemp(dir=args.out))
     try:
-        rows = measure(model, config, folder / "store", args.tokens)
+        rows = []
+        for row in measure(model, config, folder / "store", args.tokens):
+            rows.append(row)
+            print(row, file=sys.stderr)
     finally:
         shutil.rmtree(folder)
     print(table(rows))

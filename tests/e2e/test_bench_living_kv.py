@@ -28,7 +28,7 @@ def test_rows_say_what_was_moved_and_memory_is_flat(tmp_path, weights):
         window=128, chunk=64, budget=48, commit_tokens=256, ram_gib=0.0001, calibration=20, template=Template.none,
         mode=AnswerMode.kv,
     )  # fmt: skip
-    rows = measure(model, config, tmp_path / "store", 3000)
+    rows = list(measure(model, config, tmp_path / "store", 3000))
     assert rows[-1].tokens >= 3000
     assert rows[0].tokens < 0.2 * rows[-1].tokens
     peaks = {

@@ -137,7 +137,7 @@ def test_a_7b_over_half_a_million_tokens_stays_under_8_gb(cap, tmp_path, record_
     )
     settings = config()
     expected = predicted_nbytes(model, settings)
-    rows = measure(model, settings, tmp_path / "store", TOKENS)
+    rows = list(measure(model, settings, tmp_path / "store", TOKENS))
     record_property("rows", json.dumps([str(row) for row in rows]))
     print(*rows, sep="\n")
     peaks = [row.peak_nbytes for row in rows]

@@ -207,6 +207,12 @@ KERNELS = {
         {"top_k": 6, "num_guesses": 6, "block": 512, "width": 8, "guess_width": 8},
         4,
     ),
+    "deepseek_moe._route_kernel/many_guesses": (
+        dict.fromkeys(("logits", "bias", "guess_logits", "guess_bias", "weights"), FP32)
+        | {"route": INT64, "num_experts": "i32", "scale": "fp32"},
+        {"top_k": 6, "num_guesses": 10, "block": 512, "width": 8, "guess_width": 16},
+        4,
+    ),
     "deepseek_moe._combine_kernel": (
         {"hidden": "i32"}, {"top_k": 6, "block": deepseek_moe.COMBINE_BLOCK}, 4
     ),
