@@ -218,8 +218,8 @@ class DriveConfig:
     """How the drive is read."""
 
     direct: DirectIo = DirectIo.auto
-    window: int = 2  # experts in flight; more share the drive and all end late
-    pieces: int = 4  # parallel reads per expert
+    window: int | None = None  # experts in flight; null: as many as come to 16 MiB, 2 to 8
+    pieces: int | None = None  # parallel reads per expert; null: one for each 2 MiB, 1 to 4
     piece_kib: int = 128  # but none smaller than this: below, a request costs more than its bytes
     simulate_gib_s: float = 0.0  # pretend the drive gives this many GiB/s; 0 is the real drive
     simulate_latency_us: float = 0.0  # and adds this much to every read
@@ -252,7 +252,12 @@ class HwConfig:
     name: str = "???"
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
     dtype: ComputeDtype = ComputeDtype.auto
-    graphs: bool = True  # replay decode steps as CUDA graphs; the same numbers with and without
+    # decode steps as CUDA graphs, the same numbers with all: true or segments, cut at each router, where the host
+    # launches what follows; token, one for a whole token, in which the GPU waits for the experts; false or off, none
+    graphs: bool | str = True
+    graph_limit_s: float = (
+        20.0  # that the GPU waits for experts with graphs=token; then the answer ends with an error
+    )
     ram_gib: float | None = (
         None  # RAM that may be used in all; null: what this machine has available
     )
@@ -270,6 +275,15 @@ class HwConfig:
     drives: list[DrivePlace] = field(default_factory=list)
     spread: Spread = Spread.split  # of experts over hw.drives
     rates: RatesConfig = field(default_factory=RatesConfig)
+
+    @property
+    def has_graphs(self) -> bool:
+        return self.graphs not in (False, "off")
+
+    @property
+    def token_limit_s(self) -> float | None:
+        """Seconds that the GPU waits within the graph of a whole token; None: there is no such graph."""
+        return self.graph_limit_s if self.graphs == "token" else None
 
 
 class CachePolicy(Enum):
@@ -709,6 +723,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "hw.reserve_gib": (0, 2**20),
     "hw.vram_reserve_gib": (0, 2**20),
     "hw.compute_threads": (0, 1024),
+    "hw.graph_limit_s": (0.01, 3600),
     "cache.ram_gib": (0, 2**20),
     "cache.vram_gib": (0, 2**20),
     "cache.sweep_experts": (1, 512),
@@ -789,6 +804,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "advise.situation.line_mbit": (0, 1e7),
     "max_tokens": (1, 2**24),
 }
+
+
+_GRAPHS = ("off", "segments", "token")
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
@@ -876,7 +894,7 @@ def _range_faults(run: RunConfig) -> Iterable[str]:
     top_p = run.model.sampling.top_p
     if top_p is not None and not 0 < top_p <= 1:
         yield f"model.sampling.top_p must be above 0 and at most 1, got {top_p:g}"
-    threads = run.hw.drive.window * run.hw.drive.pieces
+    threads = (run.hw.drive.window or 1) * (run.hw.drive.pieces or 1)
     if threads > 256:
         yield f"hw.drive.window x hw.drive.pieces makes {threads} reader threads, at most 256"
     if run.model.source is Source.hub and not run.model.repo:
@@ -886,6 +904,8 @@ def _range_faults(run: RunConfig) -> Iterable[str]:
         yield f"advise.transport {run.advise.transport!r} is unknown: {known}"
     if run.hw.device not in ("auto", "cpu", "cuda"):
         yield f"hw.device {run.hw.device!r} is unknown: {nearest(run.hw.device, ('auto', 'cpu', 'cuda'))}"
+    if not isinstance(run.hw.graphs, bool) and run.hw.graphs not in _GRAPHS:
+        yield f"hw.graphs {run.hw.graphs!r} is unknown: {nearest(run.hw.graphs, ('true', 'false', *_GRAPHS))}"
     if run.spot_check.experts != "all" and not run.spot_check.experts.isdecimal():
         yield f"spot_check.experts must be a number or all, got {run.spot_check.experts!r}"
     if run.prompt is not None and not run.prompt.strip():
@@ -917,7 +937,7 @@ def _drives_faults(run: RunConfig) -> Iterable[str]:
         given = [getattr(drive, key) is not None for drive in drives]
         if any(given) and not all(given):
             yield f"hw.drives[{given.index(False)}].{key} is missing: give it for every drive, or for none"
-    threads = len(drives) * run.hw.drive.window * run.hw.drive.pieces
+    threads = len(drives) * (run.hw.drive.window or 1) * (run.hw.drive.pieces or 1)
     if len(drives) > 1 and threads > 256:
         yield f"{len(drives)} drives x hw.drive.window x pieces make {threads} reader threads, at most 256"
 

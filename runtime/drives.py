@@ -20,7 +20,7 @@ from conf.schema import DirectIo, DriveConfig
 from runtime.experts.arena import HostArena
 from runtime.experts.layout import Span
 from runtime.experts.reader import DirectReader
-from runtime.experts.schedule import ReadJob
+from runtime.experts.schedule import ReadJob, depth_of
 from runtime.units import GIB, PAGE_NBYTES, align_down, align_up
 
 SYS_CACHESTAT = 451
@@ -101,7 +101,7 @@ def random_records(files: Sequence[Path], record_nbytes: int, seed: int = 0) -> 
 def measure_rate(
     files: Sequence[Path], record_nbytes: int, config: DriveConfig, duration_s: float
 ) -> DriveRate:
-    """Read random records for about `duration_s` with `config.window` in flight, each in `config.pieces`; no record
+    """Read random records for about `duration_s`, as many in flight and in as many pieces as `config` says; no record
     twice in a row. Raises what the reader raises.
 
     The clock starts when a ramp is over and at least one round is back. It runs from one arrival to another, whole
@@ -109,12 +109,13 @@ def measure_rate(
     that arrive in bunches are counted by the bunch.
     """
     spans = random_records(files, record_nbytes)
+    window, pieces, _ = depth_of(config, record_nbytes)
     if not spans:
-        return DriveRate(config.window, config.pieces, 0.0, False)
-    ahead = 2 * config.window  # so that no thread waits for us
+        return DriveRate(window, pieces, 0.0, False)
+    ahead = 2 * window  # so that no thread waits for us
     arena = HostArena(ahead, align_up(record_nbytes))
     arena.rows.fill_(0)  # pages that do not exist yet would be made while the clock runs
-    reader = DirectReader(files, config)
+    reader = DirectReader(files, replace(config, window=window, pieces=pieces))
     done: SimpleQueue[ReadJob] = SimpleQueue()
     each: list[float] = []
 
@@ -124,7 +125,7 @@ def measure_rate(
 
     def next_round(number: int) -> float:
         """Take `window` arrivals, ask for as many anew, from `number` on; return when the last one came."""
-        for offset in range(config.window):
+        for offset in range(window):
             job = done.get()
             if job.error is not None:
                 raise job.error
@@ -132,14 +133,14 @@ def measure_rate(
             submit(number + offset, job.key)
         return time.perf_counter()
 
-    round_nbytes = config.window * arena.row_nbytes
+    round_nbytes = window * arena.row_nbytes
     nbytes = in_second = 0
     try:
         for number in range(ahead):
             submit(number, number)
         opened = time.perf_counter()
         started = second = 0.0
-        for number in itertools.count(ahead, config.window):
+        for number in itertools.count(ahead, window):
             now = next_round(number)
             if not started:
                 if now - opened >= min(RAMP_S, duration_s / 4):
@@ -155,7 +156,7 @@ def measure_rate(
         rate = nbytes / (now - started) / GIB
     finally:
         reader.close()
-    return DriveRate(config.window, config.pieces, rate, reader.is_direct, tuple(each))
+    return DriveRate(window, pieces, rate, reader.is_direct, tuple(each))
 
 
 def measure_grid(

@@ -32,9 +32,10 @@ from runtime.drafts.opening import open_drafting
 from runtime.drafts.passes import Drafting
 from runtime.errors import ContextLengthError, UserError
 from runtime.experts.checks import Checksums
-from runtime.experts.copies import CudaCopier
+from runtime.experts.copies import Copier, CudaCopier
 from runtime.experts.layer_slots import LayerSlots
 from runtime.experts.layout import ExpertKey, ExpertLayout
+from runtime.experts.paced import PacedCopier
 from runtime.experts.policies import CACHES
 from runtime.experts.routes import RouteHeader, RouteRecorder
 from runtime.experts.shared import SharedReads, share
@@ -43,6 +44,7 @@ from runtime.experts.spread import drive_configs, open_reader, spare_rows, sprea
 from runtime.experts.spread_reader import Copies
 from runtime.experts.streamer import ExpertSource, ExpertStreamer, ResidentExperts
 from runtime.experts.warm import WarmFile, WarmOwner
+from runtime.models.token_graph import check_token_graph
 from runtime.sampling import SamplingParams
 from runtime.stats import ExpertCounters, Rates, TokenStats
 from runtime.text import TextCodec
@@ -130,6 +132,18 @@ def _plan_vram(
     if config.hw.vram_gib is not None:
         torch.cuda.set_per_process_memory_fraction(limit / total)
     return plan
+
+
+def _check_graphs(config: RunConfig, family: Any, device: torch.device) -> None:
+    """Refuse one graph per token where it cannot be. Raises UserError."""
+    if config.hw.token_limit_s is None or device.type == "cpu":
+        return
+    if not family.HAS_TOKEN_GRAPH:
+        raise UserError(
+            f"hw.graphs=token is not made for models of the family {config.model.family}",
+            "leave out hw.graphs",
+        )
+    check_token_graph(config.serve.max_batch)
 
 
 def load_family(name: str) -> Any:
@@ -222,9 +236,10 @@ class Engine:
         family = load_family(config.model.family)
         spec = family.read_spec(files.snapshot)
         family.check_support(spec, config, device)
+        _check_graphs(config, family, device)
         layout = family.expert_layout(spec, files)
         spread = spread_of(layout, files.mirror, files.snapshot)
-        spares = spare_rows(spread, config.hw)
+        spares = spare_rows(spread, config.hw, layout.record_nbytes)
         sizes = family.model_sizes(spec, files, layout, config, dtype)
         sizes = sizes.for_conversations(config.serve.max_batch)
         wanted, reserve = config.hw.ram_gib, config.hw.reserve_gib
@@ -266,6 +281,7 @@ class Engine:
                 spares,
                 make_cache=CACHES[config.cache.policy],
                 least_rows=sizes.top_k + ahead_rows,
+                limit_s=config.hw.token_limit_s if has_gpu else None,
             )
         try:
             if vram_plan is not None:
@@ -276,7 +292,9 @@ class Engine:
                         cache_rows=experts.cache.num_rows,
                         sweep_rows=experts.max_hold,
                     )
-                copier = CudaCopier(vram_plan.slots, experts.record_nbytes, device)
+                copies_bytes = CudaCopier(vram_plan.slots, experts.record_nbytes, device)
+                is_paced = config.hw.token_limit_s is not None
+                copier: Copier = PacedCopier(copies_bytes) if is_paced else copies_bytes
                 if family.IS_DENSE:
                     experts = LayerSlots(experts, copier, spec.num_experts, vram_plan.passing_slots)
                 else:

@@ -36,6 +36,7 @@ from runtime.drives import (
 from runtime.engine import load_family
 from runtime.errors import UserError
 from runtime.experts.arena import CUDA_REGISTRAR, PIN_HINT, HostArena, Registrar
+from runtime.experts.schedule import depth_of
 from runtime.forecast import Machine, tok_s, usable_cache
 from runtime.mounts import IN_MEMORY, Mount, find_mount
 from runtime.stats import Rates
@@ -471,7 +472,8 @@ def _check_rates(report: Report, cfg: RunConfig, files: list[Path], record_nbyte
         f"{best.gib_s:.2f} GiB/s, window {best.window}, pieces {best.pieces}",
         "a faster drive is what this model needs most" if slow else "",
     )  # fmt: skip
-    own = _nearest(grid, drive.window, drive.pieces)
+    window, pieces, _ = depth_of(drive, record_nbytes)
+    own = _nearest(grid, window, pieces)
     if own is not None:
         good = own.gib_s >= SETTING_SHARE * best.gib_s
         report.add(

@@ -13,6 +13,7 @@ from runtime.errors import UserError
 from runtime.experts.layout import ExpertKey
 from runtime.experts.policies import count_hits, most_hits
 from runtime.experts.routes import Kind, RouteHeader, RouteTrace, read_routes
+from runtime.experts.schedule import depth_of
 from runtime.experts.spread import drive_configs, weights_of
 from runtime.locality import Locality, generate
 from runtime.simulator import Machine, Setting, Simulation, cache_maker
@@ -122,6 +123,7 @@ def plan(cfg: RunConfig, header: RouteHeader) -> Setting:
         ram_gib = max(0.0, cfg.hw.ram_gib - cfg.hw.reserve_gib)
     rows = experts if ram_gib is None else int(ram_gib * GIB) // header.record_nbytes
     vram_gib = cfg.cache.vram_gib or 0.0
+    depth = depth_of(cfg.hw.drive, header.record_nbytes)
     return Setting(
         cache_rows=min(experts, max(rows, header.top_k + cfg.prefetch.experts)),
         prefetch_experts=cfg.prefetch.experts,
@@ -129,8 +131,8 @@ def plan(cfg: RunConfig, header: RouteHeader) -> Setting:
         kept_slots=min(experts, int(vram_gib * GIB) // header.record_nbytes),
         reads_in_place=cfg.simulate.reads_in_place,
         sweep_rows=cfg.cache.sweep_experts,
-        window=cfg.hw.drive.window,
-        pieces=cfg.hw.drive.pieces,
+        window=depth.window,
+        pieces=depth.pieces,
         piece_kib=cfg.hw.drive.piece_kib,
         spread=cfg.hw.spread,
         shares=tuple(simulated_shares(cfg)),
@@ -224,11 +226,12 @@ def format_simulation(
 
 def format_inputs(cfg: RunConfig, setting: Setting) -> list[str]:
     """Return everything that was assumed of machine, engine and routes, a line each."""
-    sim, machine, drive = cfg.simulate, machine_of(cfg), cfg.hw.drive
+    sim, machine = cfg.simulate, machine_of(cfg)
     serving = "share the rate" if machine.is_shared else "one after the other"
     lines = [
         f"drive: {machine.drive_gib_s:g} GiB/s, {machine.latency_us:g} us latency, {machine.depth} reads at once, "
-        f"{serving}; {drive.window} experts in flight, {drive.pieces} pieces each of at least {drive.piece_kib} KiB",
+        f"{serving}; {setting.window} experts in flight, {setting.pieces} pieces each of at least "
+        f"{setting.piece_kib} KiB",
         f"guesses of the next layer: {setting.prefetch_experts} read from the drive, {setting.early_copies} copied to "
         "VRAM",
     ]

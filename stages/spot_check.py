@@ -48,7 +48,7 @@ def run(ctx: StageContext) -> None:
         else _with_checksums(ctx, snapshot)
     )
     chosen = choose(ctx.cfg.spot_check.experts, ctx.cfg.spot_check.seed, layout)
-    reader = DirectReader(layout.files, ctx.cfg.hw.drive)
+    reader = DirectReader(layout.files, ctx.cfg.hw.drive, record_nbytes=layout.record_nbytes)
     row = HostArena(1, layout.record_nbytes)
     try:
         for unit in ctx.todo(

@@ -15,7 +15,7 @@ from conf.schema import DriveConfig
 from runtime.errors import DeviceError
 from runtime.experts.drive import FileSet, Preadv
 from runtime.experts.layout import ExpertKey, Span
-from runtime.experts.schedule import ReadJob, ReadQueue, cut_spans
+from runtime.experts.schedule import ReadJob, ReadQueue, cut_spans, depth_of
 
 FAILING = "see the kernel log (dmesg): a drive that gives this error may be failing"
 _GONE = "the drive is gone: see the kernel log (dmesg) and `lsblk`, connect it, and start again"
@@ -33,11 +33,17 @@ class DirectReader:
     """A window of records in flight, each read in parallel pieces straight into the caller's memory."""
 
     def __init__(
-        self, files: Sequence[Path], config: DriveConfig, preadv: Preadv = os.preadv
+        self,
+        files: Sequence[Path],
+        config: DriveConfig,
+        preadv: Preadv = os.preadv,
+        *,
+        record_nbytes: int = 0,
     ) -> None:
+        """record_nbytes: of a usual record, where the config leaves the number of reads to it."""
         self._files = FileSet(files, config, preadv)
-        self._num_pieces, self._min_piece = config.pieces, config.piece_kib * 1024
-        self._queue = ReadQueue(config.window)
+        self._depth = depth_of(config, record_nbytes)
+        self._queue = ReadQueue(self._depth.window)
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # workers wait for work
         self._finished = threading.Condition(
@@ -46,7 +52,7 @@ class DirectReader:
         self._is_closing = False
         self._threads = [
             threading.Thread(target=self._work, name=f"reader-{i}", daemon=True)
-            for i in range(config.window * config.pieces)
+            for i in range(self._depth.num_threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -69,7 +75,7 @@ class DirectReader:
         `on_done` is called once, in a reader thread, when the last piece is back or failed.  is_idle: read only while
         there is nothing else to read.
         """
-        pieces = cut_spans(spans, self._num_pieces, self._min_piece)
+        pieces = cut_spans(spans, self._depth.pieces, self._depth.min_piece_nbytes)
         job = ReadJob(key, pieces, buffer, is_required, on_done, is_idle)
         with self._changed:
             if self._is_closing:

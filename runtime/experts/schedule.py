@@ -14,9 +14,40 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from itertools import islice
+from typing import NamedTuple
 
+from conf.schema import DriveConfig
 from runtime.experts.layout import Span
-from runtime.units import PAGE_NBYTES, align_up
+from runtime.units import MIB, PAGE_NBYTES, align_up
+
+FLIGHT_NBYTES, MOST_IN_FLIGHT = 16 * MIB, 8  # keeps a fast drive busy while one record is taken in
+PIECE_NBYTES, MOST_PIECES = 2 * MIB, 4  # the kernel cuts a read further itself
+
+
+class Depth(NamedTuple):
+    """How much is asked of a drive at once."""
+
+    window: int  # records in flight
+    pieces: int  # parallel reads of each
+    min_piece_nbytes: int
+
+    @property
+    def num_threads(self) -> int:
+        return self.window * self.pieces
+
+
+def depth_of(config: DriveConfig, record_nbytes: int) -> Depth:
+    """Return what a config leaves to the size of a record.
+
+    Each piece costs the interpreter some 50 us, whatever its size, and takes them from the decoding thread: small
+    records are read whole, several at a time. Large ones are cut, so that the first is there before the others.
+    """
+    window, pieces = config.window, config.pieces
+    if window is None:
+        window = min(max(2, -(-FLIGHT_NBYTES // max(1, record_nbytes))), MOST_IN_FLIGHT)
+    if pieces is None:
+        pieces = min(max(1, record_nbytes // PIECE_NBYTES), MOST_PIECES)
+    return Depth(window, pieces, config.piece_kib * 1024)
 
 
 def cut_spans(spans: Sequence[Span], pieces: int, min_nbytes: int = PAGE_NBYTES) -> list[Span]:

@@ -27,6 +27,7 @@ from runtime.experts.layout import (
 )
 from runtime.experts.placement import Placement, place
 from runtime.experts.reader import DirectReader
+from runtime.experts.schedule import depth_of
 from runtime.experts.spread_reader import Copies, SpreadReader
 
 log = logging.getLogger(__name__)
@@ -240,18 +241,19 @@ def open_reader(
 ) -> DirectReader | SpreadReader:
     """Open what reads experts: from one drive, or from several."""
     if copies is None:
-        return DirectReader(layout.files, hw.drive)
-    return SpreadReader(copies, drive_configs(hw), [drive.rate_gib_s for drive in hw.drives])
+        return DirectReader(layout.files, hw.drive, record_nbytes=layout.record_nbytes)
+    rates = [drive.rate_gib_s for drive in hw.drives]
+    return SpreadReader(copies, drive_configs(hw), rates, record_nbytes=layout.record_nbytes)
 
 
-def spare_rows(copies: Copies | None, hw: HwConfig) -> int:
+def spare_rows(copies: Copies | None, hw: HwConfig, record_nbytes: int) -> int:
     """Return how many records may be on their way from drives that stall while others can give them.
 
     A drive has at most a window of required ones at work, as many that were guessed before, and an idle one.
     """
     if copies is None or hw.spread is not Spread.mirror:
         return 0
-    return (2 * hw.drive.window + 1) * (len(hw.drives) - 1)
+    return (2 * depth_of(hw.drive, record_nbytes).window + 1) * (len(hw.drives) - 1)
 
 
 def drive_configs(hw: HwConfig) -> list[DriveConfig]:

@@ -19,7 +19,7 @@ from runtime.experts.balance import Part, SpreadQueue
 from runtime.experts.drive import FileSet, Preadv
 from runtime.experts.layout import ExpertKey, Span
 from runtime.experts.reader import ReadError, read_piece
-from runtime.experts.schedule import ReadJob
+from runtime.experts.schedule import ReadJob, depth_of
 from runtime.units import format_duration
 
 log = logging.getLogger(__name__)
@@ -62,19 +62,20 @@ class SpreadReader:
         configs: Sequence[DriveConfig],
         gib_s: Sequence[float | None],
         preadv: Preadv = os.preadv,
+        *,
+        record_nbytes: int = 0,
     ) -> None:
         """configs: how each drive is read; window, pieces and piece_kib are the same.  gib_s: what is known of them.
+        record_nbytes: of a record, where the configs leave the number of reads to it.
 
         Raises UserError when a drive cannot be opened whose experts no other one has.
         """
         self._source = source
-        first = configs[0]
+        depth = depth_of(configs[0], record_nbytes)
         self._queue = SpreadQueue(
             source.drive_of,
             len(configs),
-            first.window,
-            first.pieces,
-            first.piece_kib * 1024,
+            *depth,
             gib_s,
         )
         self._file_idx: list[int] = []  # of each file, in its drive's set
@@ -86,9 +87,9 @@ class SpreadReader:
         self._threads = [
             [
                 threading.Thread(target=self._work, args=(i,), name=f"reader-{i}-{n}", daemon=True)
-                for n in range(config.window * config.pieces if self._files[i] is not None else 0)
+                for n in range(depth.num_threads if self._files[i] is not None else 0)
             ]
-            for i, config in enumerate(configs)
+            for i in range(len(configs))
         ]
         self._watch = threading.Thread(target=self._look, name="reader-watch", daemon=True)
         for threads in (*self._threads, [self._watch]):

@@ -59,6 +59,7 @@ log = logging.getLogger(__name__)
 # experts in RAM are copied to VRAM first: 51 GB/s on an H200, where reading them off any alignment gives 29
 READS_IN_PLACE = False
 IS_DENSE = False
+HAS_TOKEN_GRAPH = True  # hw.graphs=token
 
 
 def read_spec(snapshot: Path) -> DeepseekSpec:
@@ -211,6 +212,11 @@ def open_model(
     if resolve_arithmetic(config, files.published is not None) is Arithmetic.reference:
         from runtime.models import deepseek_reference
 
+        if config.hw.token_limit_s is not None and device.type == "cuda":
+            raise UserError(
+                "hw.graphs=token is not made for deepseek.arithmetic=reference, whose steps are no graphs",
+                "leave out hw.graphs",
+            )
         return deepseek_reference.open_model(spec, files, layout, experts, config, device)
     checkpoint = Checkpoint.open(files.snapshot)
     weights = {
@@ -222,8 +228,14 @@ def open_model(
         weights["head.weight"], arena = _in_pinned_memory(weights["head.weight"])
     hashes = EngramHash(spec, build_token_map(files.snapshot / "tokenizer.json"))
     tables = read_engram_tables(checkpoint, spec)
+    limit_s = config.hw.token_limit_s if device.type == "cuda" else None
     rows = EngramReader(
-        spec.engram_layers, tables, config.hw.drive, config.cache.table_rows, config.serve.max_batch
+        spec.engram_layers,
+        tables,
+        config.hw.drive,
+        config.cache.table_rows,
+        config.serve.max_batch,
+        limit_s,
     )
 
     def engram_rows(layer: int, ids: Sequence[int]) -> Tensor:
@@ -245,10 +257,14 @@ def open_model(
     model.rows, model.pinned = rows, arena
     if device.type == "cuda":
         from runtime.models.deepseek_decode import Decoder
+        from runtime.models.deepseek_whole import TokenDecoder
 
-        model.decoder = open_lanes(
-            partial(Decoder, model, layout, config.hw.graphs), config.serve.max_batch
-        )
+        if limit_s is not None:
+            model.decoder = TokenDecoder(model, layout, limit_s)
+        else:
+            model.decoder = open_lanes(
+                partial(Decoder, model, layout, config.hw.has_graphs), config.serve.max_batch
+            )
     return model
 
 

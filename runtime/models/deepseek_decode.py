@@ -164,7 +164,23 @@ class Decoder:
     @torch.inference_mode()
     def step(self, token: int, state: DeepseekState) -> Tensor:
         """Take in one token: fp32 logits [1, vocab], overwritten by the next step."""
-        model, spec = self.model, self.spec
+        ids = self._begin(token, state)
+        for layer in range(self.spec.num_layers):
+            if layer in self.host_rows:
+                self._collect(layer, ids)
+            self._run(layer, partial(self._segment, layer))
+            if self._event is not None:
+                started = time.perf_counter_ns()
+                self._event.record(self._stream)
+                self._event.synchronize()
+                self.wait_ns += time.perf_counter_ns() - started
+            self._run_experts(layer)
+        self._run(self.spec.num_layers, self._last)
+        return self._end(token, state)
+
+    def _begin(self, token: int, state: DeepseekState) -> Any:
+        """Fill in the step's inputs; ask for the token's Engram rows, and return their ids."""
+        model = self.model
         self.bind(state)
         for layer, tail in self.tails.items():
             kept = state.tails[layer]
@@ -175,23 +191,18 @@ class Decoder:
             model.rows.request(ids)
         self.host_position[0] = state.position
         self.host_entry.copy_(model.embedding[token])
-        for layer in range(spec.num_layers):
-            if layer in self.host_rows:
-                rows = model.engram_rows(layer, ids[spec.engram_layers.index(layer)])
-                self.host_rows[layer].copy_(rows[0])
-            self._run(layer, partial(self._segment, layer))
-            if self._event is not None:
-                started = time.perf_counter_ns()
-                self._event.record(self._stream)
-                self._event.synchronize()
-                self.wait_ns += time.perf_counter_ns() - started
-            self._run_experts(layer)
-        self._run(spec.num_layers, self._last)
+        return ids
+
+    def _collect(self, layer: int, ids: Any) -> None:
+        rows = self.model.engram_rows(layer, ids[self.spec.engram_layers.index(layer)])
+        self.host_rows[layer].copy_(rows[0])
+
+    def _end(self, token: int, state: DeepseekState) -> Tensor:
         self._steps += 1
         state.context = [*state.context, token][-3:]
         state.position += 1
         for layer, cache in state.compressed.items():
-            cache.length = state.position // spec.compress_ratios[layer]
+            cache.length = state.position // self.spec.compress_ratios[layer]
         for layer, tail in self.tails.items():
             state.tails[layer] = tail.unsqueeze(0)[: state.position % 2]
         return self.logits
@@ -237,6 +248,7 @@ class Decoder:
                 self.y, self.middle, self.post, self.comb, self.streams, fn, self.partials
             )
         if block.engram is not None:
+            self._await_rows(layer)
             self.engram_rows.copy_(self.host_rows[layer], non_blocking=True)
             self._linear.act_round(self.engram_rows, self.engram_rounded)
             self._fp8(self.engram_rounded, block.engram.wkv, self.engram_kv)
@@ -365,9 +377,10 @@ class Decoder:
             )
             guess_bias, guesses = after.bias, self.model.num_guesses
         self._moe.route_token(
-            self.router_logits, moe.bias, self.guess_logits, guess_bias, self.host_route[layer], self.weights,
+            self.router_logits, moe.bias, self.guess_logits, guess_bias, self._route_of(layer), self.weights,
             spec.route_scale, guesses,
         )  # fmt: skip
+        self._routed(layer)
         gate, up, down = moe.shared
         linear.fp8_swiglu(
             self.rounded,
@@ -378,10 +391,24 @@ class Decoder:
         )
         self._fp8(self.shared_inner, down, self.shared)
 
+    def _route_of(self, layer: int) -> Tensor:
+        """Return where a layer's route and guesses go: [k + guesses] int64."""
+        return self.host_route[layer]
+
+    def _routed(self, layer: int) -> None:
+        """Launch what follows a layer's route before its shared expert."""
+
+    def _await_rows(self, layer: int) -> None:
+        """Launch what precedes the use of a layer's Engram rows."""
+
     def _wave(self, number: int) -> None:
+        self._run_table(self.tables[number])
+
+    def _run_table(self, table: Tensor) -> None:
+        """table: [k, 2] int64, where codes and scales of each expert start; zero leaves its row as it is."""
         self._experts.mxfp4_experts(
             self.rounded,
-            self.tables[number],
+            table,
             self.weights,
             self.inner,
             self.rows,

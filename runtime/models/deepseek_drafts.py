@@ -275,7 +275,7 @@ def with_drafts(
     layout = draft_expert_layout(checkpoint, spec)
     weights = {name: checkpoint.load(name) for name in draft_shapes(spec)}
     kept, touched = _rows(spec, config.drafts, layout.record_nbytes)
-    reader = DirectReader(layout.files, config.hw.drive)
+    reader = DirectReader(layout.files, config.hw.drive, record_nbytes=layout.record_nbytes)
     experts = ExpertStreamer(layout, reader, kept, touched, 0)
     drafts = Drafts(model, weights, experts, opener(layout))
     return HeadedModel(model, drafts, experts)

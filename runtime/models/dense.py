@@ -249,6 +249,7 @@ class DenseAttempt:
 
 READS_IN_PLACE = False
 IS_DENSE = True  # every layer comes by for every token
+HAS_TOKEN_GRAPH = False  # hw.graphs=token
 
 
 def read_spec(snapshot: Path) -> DenseSpec:
@@ -371,4 +372,4 @@ def open_model(
         weights[HEAD] = checkpoint.load(HEAD).to(device)
     elif device.type != "cpu":
         weights[HEAD] = embedding.to(device)
-    return DenseModel(spec, weights, layout, experts, dtype, config.hw.graphs)
+    return DenseModel(spec, weights, layout, experts, dtype, config.hw.has_graphs)

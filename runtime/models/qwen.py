@@ -37,6 +37,7 @@ from runtime.models.qwen_model import (
     MAX_PAIRS,
     QwenModel,
 )
+from runtime.models.qwen_token import TokenDecoder
 from runtime.models.qwen_weights import (
     RESIDENTS_NAME,
     TABLES_NAME,
@@ -61,6 +62,7 @@ WORKSPACE_NBYTES = (64 + 96) * 2**20
 # a GPU reads experts in RAM where they are: 2.8 MB each, copies would cost the host's time
 READS_IN_PLACE = True
 IS_DENSE = False
+HAS_TOKEN_GRAPH = True  # hw.graphs=token
 
 
 def read_spec(snapshot: Path) -> QwenSpec:
@@ -211,7 +213,8 @@ def open_model(
             "the snapshot mixes two releases: fetch it again",
         )
     reader = DirectReader(sorted({part.file for part in table.parts}), config.hw.drive)
-    rows = RowReader(table, reader, config.cache.table_rows)
+    limit_s = config.hw.token_limit_s if device.type == "cuda" else None
+    rows = RowReader(table, reader, config.cache.table_rows, limit_s)
     scalars = read_pack_scalars(files.pack, spec)
     scales = torch.tensor(scalars).view(spec.num_layers, spec.num_experts, -1)[..., :3].contiguous()
     prefetch = config.prefetch
@@ -219,10 +222,13 @@ def open_model(
     guesses = max(spec.top_k, prefetch.copy) if prefetch.experts or prefetch.copy else 0
     model = QwenModel(spec, weights, scales.to(device), experts, rows, table_scale, guesses)
     if device.type == "cuda":
-        model.decoder = open_lanes(
-            partial(Decoder, model, config.model.context_tokens, config.hw.graphs),
-            config.serve.max_batch,
-        )
+        context = config.model.context_tokens
+        if limit_s is not None:
+            model.decoder = TokenDecoder(model, context, limit_s)
+        else:
+            model.decoder = open_lanes(
+                partial(Decoder, model, context, config.hw.has_graphs), config.serve.max_batch
+            )
     if config.drafts.enabled:
         from runtime.models.qwen_drafts import mtp_depth, with_mtp
 

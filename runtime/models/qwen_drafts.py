@@ -283,6 +283,7 @@ def with_mtp(
         weights[name] = checkpoint.load(f"{PREFIX}{name}").to(dtype)
     layout = MtpLayout(checkpoint, spec)
     rows = _kept_rows(spec, config.drafts, layout.record_nbytes)
-    experts = ExpertStreamer(layout, DirectReader(layout.files, config.hw.drive), rows, 1, 0)
+    reader = DirectReader(layout.files, config.hw.drive, record_nbytes=layout.record_nbytes)
+    experts = ExpertStreamer(layout, reader, rows, 1, 0)
     model.keeps_streams = True
     return HeadedModel(model, Mtp(model, weights, layout, experts), experts)

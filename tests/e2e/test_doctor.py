@@ -119,7 +119,8 @@ def test_a_better_setting_is_named(tmp_path, monkeypatch, make_config):
     path = tmp_path / "x"
     path.write_bytes(bytes(8192))
     report = Report()
-    doctor._check_rates(report, make_config(**{"doctor.sustained_s": 0}), [path], 4096)
+    settings = {"doctor.sustained_s": 0, "hw.drive.window": 2, "hw.drive.pieces": 4}
+    doctor._check_rates(report, make_config(**settings), [path], 4096)
     verdict, advice = rows(report)["drive: reads as configured"]
     assert verdict == "warn"
     assert "hw.drive.window=4 hw.drive.pieces=2" in advice

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from kernels.deepseek_prompt import Fp8Weight
 from runtime.experts.layout import ExpertKey
 from runtime.models import deepseek_model
 from runtime.models.deepseek_decode import Decoder
+from runtime.models.deepseek_whole import TokenDecoder
 from tests.parity import deepseek_golden as golden
 
 pytestmark = pytest.mark.slow  # an interpreted step takes seconds
@@ -156,3 +159,44 @@ def test_chunks_of_a_prompt_never_show(chunk: int):
     )  # bf16 products of another number of rows may round one result otherwise
     assert float(errors.mean()) < 1e-3
     assert cut.position == whole.position
+
+
+class ThreadDecoder(TokenDecoder):
+    """The graph of a token is a thread."""
+
+    def _launch(self):
+        self.thread = threading.Thread(target=self._play, daemon=True)
+        self.thread.start()
+
+    @torch.inference_mode()
+    def _play(self):
+        self._whole()
+
+    def _synchronize(self):
+        if hasattr(self, "thread"):
+            self.thread.join(120)
+            assert not self.thread.is_alive(), "the graph hangs"
+
+    def step(self, token, state):
+        logits = super().step(token, state)
+        self._synchronize()  # the stream's order
+        return logits
+
+
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="interpreted on a CPU; tests/gpu runs the compiled kernels"
+)
+def test_one_graph_per_token_has_the_bits_of_segments(monkeypatch):
+    """The first step runs in segments in any case."""
+    tokens = golden.fed_tokens("p7")
+    model = packed_model(monkeypatch, num_guesses=4)
+    decoder = model.decoder = ThreadDecoder(model, Offsets(model.spec), 60.0, has_graphs=False)
+    decoder._token_graph._breathe = lambda _: time.sleep(1e-3)  # the interpreter needs the core
+    state, other = model.new_state(), model.new_state()
+    model.decode(tokens[0], state)
+    other.restore(state.tensors())
+    wanted = Decoder.step(decoder, tokens[1], other).clone()
+    assert torch.equal(model.decode(tokens[1], state), wanted)
+    found = state.tensors()
+    for name, value in other.tensors().items():
+        assert torch.equal(found[name], value), name

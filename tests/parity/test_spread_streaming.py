@@ -272,7 +272,7 @@ def test_a_mirror_that_stalls_and_wakes_up_with_wrong_bytes(
     config = DriveConfig(window=2, pieces=3, piece_kib=4)
     preadv = Faulty(first, layout.files[0], first, stall)
     reader = SpreadReader(layout, [config] * 2, [None] * 2, preadv)
-    spares = spare_rows(layout, make_config(**overrides).hw)
+    spares = spare_rows(layout, make_config(**overrides).hw, layout.record_nbytes)
     checksums = Checksums.open(layout, copies=layout)
     streamer = ExpertStreamer(
         layout, reader, cache_rows, 3, 2, checksums=checksums, spare_rows=spares

@@ -58,8 +58,8 @@ def test_attention_is_the_released_kernel(case: str):
             deepseek_attention.attend_token(
                 *there(q[b, t]), ring, entries, chosen, *there(sink), at(0), angle.cos(), angle, scores, out
             )  # fmt: skip
-            # tensor cores sum in an order of their own: what nearly cancels moves by more than a step
-            checks.expect_near(
-                out, wanted[b, t], share=0.02, steps=1 if out.device.type == "cpu" else 8
-            )
+            # tensor cores sum in an order of their own: what nearly cancels moves by any number of its steps, but by
+            # no more than what others of its row are rounded by
+            of_row = 0.0 if out.device.type == "cpu" else 2.0**-7
+            checks.expect_near(out, wanted[b, t], share=0.02, of_row=of_row)
     assert checked > 1
