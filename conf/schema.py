@@ -134,6 +134,14 @@ class DraftSource(Enum):
     lookup = "lookup"  # what followed the conversation's last tokens when they stood there before; any model
 
 
+class Head(Enum):
+    """Who computes DeepSeek's logits when a GPU decodes; the weights, 1.3 GB, lie in RAM."""
+
+    gpu = "gpu"  # it reads them over the link
+    cpu = "cpu"
+    auto = "auto"  # both at once, each as many rows as its measured rate allows
+
+
 class Replay(Enum):
     """How a DeepSeek prompt goes through the later layers."""
 
@@ -332,6 +340,10 @@ class DeepseekConfig:
     arithmetic: Arithmetic = Arithmetic.auto
     replay: Replay = Replay.exact
     kernels: Kernels = Kernels.auto  # of arithmetic=reference
+    head: Head = Head.gpu  # cpu and auto are equal to it within fp32 sums, not bit for bit
+    head_share: float | None = (
+        None  # head=auto: share of the head's rows that the CPU takes; null: measured at the start
+    )
     fix_index_keys: bool = (
         False  # arithmetic=reference: at even positions its indexers read stale keys; true: own
     )
@@ -695,6 +707,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.sampling.top_k": (0, 2**20),
     "model.sampling.min_p": (0, 1),
     "serve.max_batch": (1, 64),
+    "deepseek.head_share": (0, 1),
     "serve.replicas": (1, 1024),
     "hw.drive.window": (1, 64),
     "hw.drive.pieces": (1, 64),
@@ -974,6 +987,8 @@ def _batch_faults(run: RunConfig) -> Iterable[str]:
 def _family_faults(run: RunConfig) -> Iterable[str]:
     if run.deepseek.arithmetic is not Arithmetic.reference:
         return
+    if run.deepseek.head is not Head.gpu:
+        yield "deepseek.head is of deepseek.arithmetic=native: leave out one of the two"
     if "patch" not in run.model.setup:
         yield (
             "deepseek.arithmetic=reference needs the release's own code, and "

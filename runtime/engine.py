@@ -43,6 +43,7 @@ from runtime.experts.spread import drive_configs, open_reader, spare_rows, sprea
 from runtime.experts.spread_reader import Copies
 from runtime.experts.streamer import ExpertSource, ExpertStreamer, ResidentExperts
 from runtime.experts.warm import WarmFile, WarmOwner
+from runtime.head_shares import HeadReport
 from runtime.sampling import SamplingParams
 from runtime.stats import ExpertCounters, Rates, TokenStats
 from runtime.text import TextCodec
@@ -398,6 +399,11 @@ class Engine:
             rows.wait_ns,
             self.model.device_wait_ns,
         )
+
+    def head_report(self) -> HeadReport | None:
+        """Return how the head is shared between CPU and GPU; None where one of them has all of it."""
+        split = getattr(self.model, "head_split", None)
+        return None if split is None else split.report()
 
     def _read_nbytes(self) -> int:
         """Return the running total of what was read from the drive."""

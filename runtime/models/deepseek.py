@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from conf.schema import Arithmetic, Replay, RunConfig
+from conf.schema import Arithmetic, Head, Replay, RunConfig
 from kernels.formats import MX_GROUP
 from runtime import hardware
 from runtime.budget import ModelSizes
@@ -43,6 +43,7 @@ from runtime.models.deepseek_model import (
 from runtime.models.deepseek_rows import EngramReader
 from runtime.models.deepseek_weights import DeepseekSpec, resident_shapes
 from runtime.models.deepseek_weights import expert_layout as find_experts
+from runtime.models.head_split import HeadSplit
 from runtime.models.lanes import open_lanes
 from runtime.units import PAGE_NBYTES, align_up
 
@@ -72,6 +73,11 @@ def check_support(spec: DeepseekSpec, config: RunConfig, device: torch.device) -
     if device.type != "cpu" and config.deepseek.replay is not Replay.exact:
         raise UserError(
             "deepseek.replay=bounded runs on the CPU only so far", "leave out deepseek.replay"
+        )
+    if device.type == "cpu" and config.deepseek.head is not Head.gpu:
+        raise UserError(
+            f"deepseek.head={config.deepseek.head.value} relieves a GPU of the head, and none is in use",
+            "leave out deepseek.head",
         )
     check_context(config.model.context_tokens, spec.max_positions)
     if config.drafts.enabled and (config.drafts.depth or 0) >= spec.window:
@@ -246,10 +252,27 @@ def open_model(
     if device.type == "cuda":
         from runtime.models.deepseek_decode import Decoder
 
+        model.head_split = _open_head(model, config)
         model.decoder = open_lanes(
             partial(Decoder, model, layout, config.hw.graphs), config.serve.max_batch
         )
     return model
+
+
+def _open_head(model: DeepseekModel, config: RunConfig) -> HeadSplit | None:
+    """Return who computes the head beside the GPU, None for nobody."""
+    wanted = config.deepseek
+    if wanted.head is Head.gpu:
+        return None
+    from kernels.deepseek_linear import steady_linear
+
+    def product(x: Tensor, rows: Tensor, out: Tensor) -> None:
+        steady_linear(x, rows, out, is_double=False)
+
+    threads = hardware.compute_threads(config.hw.compute_threads)
+    return HeadSplit.open(
+        model.head, product, model.device, wanted.head, wanted.head_share, threads
+    )
 
 
 def _in_pinned_memory(weight: Tensor) -> tuple[Tensor, HostArena]:

@@ -1,7 +1,8 @@
 """Decode steps of DeepSeek-V4.1 on a GPU, of fixed shapes, so that they can be replayed as graphs.
 
 As for Qwen, the step is cut where the host must look: after each layer's router. Segment l sums up the experts of
-layer l - 1 and goes on to layer l's route; the last ends with the head, which is read in place over PCIe. What a
+layer l - 1 and goes on to layer l's route; the last ends with the head, which is read in place over PCIe, or in part
+computed by the CPU (`head_split`). What a
 token's position decides is read from the device, so that one graph serves all tokens.
 """
 
@@ -22,6 +23,7 @@ from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
 from runtime.models.deepseek_state import Compressed, DeepseekState
 from runtime.models.graphs import Graphs
+from runtime.models.head_split import HeadLane
 
 if TYPE_CHECKING:
     from runtime.models.deepseek_model import Attention, Block, DeepseekModel, HyperConnection
@@ -128,6 +130,9 @@ class Decoder:
         )
         self.shared_inner, self.shared = buffer(spec.intermediate), buffer(spec.hidden)
         self.logits = buffer(1, spec.vocab_size, dtype=fp32)
+        self.head = None  # None: the GPU alone computes it
+        if model.head_split is not None:
+            self.head = HeadLane(model.head_split, self.u, self.logits.view(-1))
         blocks = model.blocks
         self.ratios = [
             after.ffn_norm.float() / block.ffn_norm.float()
@@ -187,6 +192,11 @@ class Decoder:
                 self.wait_ns += time.perf_counter_ns() - started
             self._run_experts(layer)
         self._run(spec.num_layers, self._last)
+        if self.head is not None:
+            self.head.sent()
+            if self.head.has_launch:
+                self._run("head", self.head.launch)
+            self.wait_ns += self.head.finish()
         self._steps += 1
         state.context = [*state.context, token][-3:]
         state.position += 1
@@ -394,6 +404,9 @@ class Decoder:
         self._moe.combine_token(self.rows, self.shared, self.y)
         self._token.write_streams(self.y, self.middle, self.post, self.comb, self.streams)
         self._token.read_streams(self.streams, self.pre, model.norm, self.u, spec.eps)
+        if self.head is not None:
+            self.head.send()
+            return
         self._linear.steady_linear(self.u, model.head, self.logits.view(-1), is_double=False)
 
     # ---- whose state is in the buffers ----------------------------------------------------------------------------
