@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import RunConfig
-from runtime.stats import Rates, RunSummary, TokenStats
+from runtime.stats import Rates, RunSummary, TokenStats, format_cpu
 from runtime.units import MIB, format_nbytes
 
 log = logging.getLogger("stages")
@@ -204,12 +204,14 @@ def format_report(bench: Bench) -> str:
     if bench.drafted is not None:
         drafts = format_drafts(bench.drafted, bench.repeats, bench.total)
     together = [format_together(bench)] if bench.conversations > 1 else []
+    cpu = [format_cpu(bench.total)] if bench.total.cpu_experts_per_token else []
     return "\n".join(
         (
             format_table(HEADER, table_rows(summaries, bench.total)),
             LEGEND,
             *drafts,
             *together,
+            *cpu,
             format_prompt([repeat.prompt for repeat in bench.repeats]),
             format_rates(bench.rates),
             bench.plan,
