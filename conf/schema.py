@@ -273,6 +273,9 @@ class HwConfig:
     )
     pin_threads: bool = True  # with a GPU: decoding on one fast core, reader threads on the others
     compute_threads: int = 0  # threads of CPU arithmetic; 0: all cores but one, at most 8
+    # with a GPU: of a layer's experts in RAM, the share that the CPU computes while the GPU reads the others: off, auto
+    # (so that both end together, as measured) or 0 to 1; the same numbers but for the order of sums
+    cpu_experts: str = "off"
     drive: DriveConfig = field(default_factory=DriveConfig)
     # several drives, as [{folder: /mnt/a}, {folder: /mnt/b, rate_gib_s: 2}]; []: one, where the set-up writes anyway
     drives: list[DrivePlace] = field(default_factory=list)
@@ -847,6 +850,7 @@ def load(cfg: DictConfig) -> RunConfig:
         _family_faults,
         _drafts_faults,
         _batch_faults,
+        _cpu_experts_faults,
         _weight_faults,
         _memory_faults,
         _stage_faults,
@@ -984,6 +988,30 @@ def _batch_faults(run: RunConfig) -> Iterable[str]:
         yield "record=true writes the routes of one conversation at a time: leave out record or serve.max_batch"
 
 
+def _cpu_experts_faults(run: RunConfig) -> Iterable[str]:
+    wanted = run.hw.cpu_experts
+    if wanted == "off":
+        return
+    if wanted != "auto" and not _is_share(wanted):
+        yield f"hw.cpu_experts is off, auto or a share from 0 to 1, got {wanted!r}"
+    if run.model.family not in ("qwen", "deepseek"):
+        yield (
+            f"hw.cpu_experts is of models with FP4 experts, model={run.model.name} is of the family "
+            f"{run.model.family}: leave it out"
+        )
+    if run.hw.device == "cpu":
+        yield "hw.cpu_experts shares experts between GPU and CPU, and hw.device is cpu: leave out one of the two"
+    if run.serve.max_batch > 1:
+        yield "hw.cpu_experts is for one conversation at a time: leave out hw.cpu_experts or serve.max_batch"
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False
+
+
 def _family_faults(run: RunConfig) -> Iterable[str]:
     if run.deepseek.arithmetic is not Arithmetic.reference:
         return
@@ -998,6 +1026,8 @@ def _family_faults(run: RunConfig) -> Iterable[str]:
         yield "deepseek.replay=bounded is of deepseek.arithmetic=native: leave out one of the two"
     if run.drafts.enabled:
         yield "drafts are of deepseek.arithmetic=native: leave out drafts.enabled, or set that"
+    if run.hw.cpu_experts != "off":
+        yield "hw.cpu_experts is of deepseek.arithmetic=native: leave out hw.cpu_experts, or set that"
 
 
 def _weight_faults(run: RunConfig) -> Iterable[str]:

@@ -33,6 +33,7 @@ from runtime.drafts.passes import Drafting
 from runtime.errors import ContextLengthError, UserError
 from runtime.experts.checks import Checksums
 from runtime.experts.copies import CudaCopier
+from runtime.experts.cpu_share import Workers
 from runtime.experts.layer_slots import LayerSlots
 from runtime.experts.layout import ExpertKey, ExpertLayout
 from runtime.experts.policies import CACHES
@@ -133,6 +134,15 @@ def _plan_vram(
     return plan
 
 
+def check_cpu_experts(config: RunConfig, device: torch.device) -> None:
+    """Refuse to share experts between a CPU and itself."""
+    if config.hw.cpu_experts != "off" and device.type == "cpu":
+        raise UserError(
+            "hw.cpu_experts shares experts between GPU and CPU, and this run has no GPU",
+            "leave out hw.cpu_experts: the CPU computes all experts",
+        )
+
+
 def load_family(name: str) -> Any:
     """Return the module of a model family, `runtime/models/<name>.py`."""
     return importlib.import_module(f"runtime.models.{name}")
@@ -196,13 +206,15 @@ class Engine:
         core_plan = None
         if device.type == "cuda" and config.hw.pin_threads:
             core_plan = cores.assign(cores.read_topology())
+            if core_plan is not None and config.hw.cpu_experts != "off":
+                core_plan = cores.with_computing(core_plan)
             log.info("%s", cores.describe(core_plan))
         if core_plan is None:
-            return cls._open(config, files, is_resident, device, None)
+            return cls._open(config, files, is_resident, device, None, ())
         # threads inherit the mask: those that read and load start here
         before = cores.pin_current_thread(core_plan.reader_cpus)
         try:
-            engine = cls._open(config, files, is_resident, device, before)
+            engine = cls._open(config, files, is_resident, device, before, core_plan.computing_cpus)
         except BaseException:
             cores.pin_current_thread(before)
             raise
@@ -218,7 +230,9 @@ class Engine:
         is_resident: bool,
         device: torch.device,
         cpus: frozenset[int] | None,
+        computing_cpus: Sequence[int],
     ) -> Self:
+        check_cpu_experts(config, device)
         dtype = hardware.resolve_dtype(config.hw.dtype, device)
         family = load_family(config.model.family)
         spec = family.read_spec(files.snapshot)
@@ -281,10 +295,14 @@ class Engine:
                 if family.IS_DENSE:
                     experts = LayerSlots(experts, copier, spec.num_experts, vram_plan.passing_slots)
                 else:
-                    copies = config.prefetch.copy
+                    copies, records = config.prefetch.copy, experts.records
                     experts = SlotExperts(
                         experts, copier, spec.num_layers, sizes.top_k, copies, family.READS_IN_PLACE
                     )
+                    if config.hw.cpu_experts != "off":
+                        threads = hardware.compute_threads(config.hw.compute_threads)
+                        threads = len(computing_cpus) + 1 if computing_cpus else threads
+                        experts.workers = Workers(computing_cpus, threads, records)
             shared = share(experts) if config.serve.max_batch > 1 else None
             source = shared or experts
             model = family.open_model(spec, files, layout, source, config, device, dtype)

@@ -16,7 +16,7 @@ from typing import Any
 
 from conf.schema import RunConfig
 from runtime.head_shares import HeadReport, format_head
-from runtime.stats import Rates, RunSummary, TokenStats
+from runtime.stats import Rates, RunSummary, TokenStats, format_cpu
 from runtime.units import MIB, format_nbytes
 
 log = logging.getLogger("stages")
@@ -207,6 +207,7 @@ def format_report(bench: Bench) -> str:
     if bench.drafted is not None:
         drafts = format_drafts(bench.drafted, bench.repeats, bench.total)
     together = [format_together(bench)] if bench.conversations > 1 else []
+    cpu = [format_cpu(bench.total)] if bench.total.cpu_experts_per_token else []
     head = [format_head(bench.head)] if bench.head is not None else []
     return "\n".join(
         (
@@ -214,6 +215,7 @@ def format_report(bench: Bench) -> str:
             LEGEND,
             *drafts,
             *together,
+            *cpu,
             *head,
             format_prompt([repeat.prompt for repeat in bench.repeats]),
             format_rates(bench.rates),

@@ -231,6 +231,11 @@ class ExpertStreamer:
         return self._arena.row_nbytes
 
     @property
+    def records(self) -> Sequence[Tensor]:
+        """The rows of RAM, whatever is in them: to measure with, before anything is read."""
+        return self._arena.records
+
+    @property
     def max_hold(self) -> int:
         return len(self._staging)
 
@@ -648,6 +653,11 @@ class ResidentExperts:
     @property
     def record_nbytes(self) -> int:
         return self._arena.row_nbytes
+
+    @property
+    def records(self) -> Sequence[Tensor]:
+        """The rows of RAM, whatever is in them: to measure with, before anything is read."""
+        return self._arena.records
 
     @property
     def max_hold(self) -> int:

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,16 +20,19 @@ from torch import Tensor
 
 from conf.schema import Arithmetic, Head, Replay, RunConfig
 from kernels.formats import MX_GROUP
-from runtime import hardware
+from runtime import cores, hardware
 from runtime.budget import ModelSizes
 from runtime.checkpoint import Checkpoint, torch_dtype
 from runtime.drafts.opening import check_device, has_heads
 from runtime.errors import UserError
 from runtime.experts.arena import HostArena
+from runtime.experts.cpu_share import CpuShare, Workers, open_share
 from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
+from runtime.experts.slots import SlotExperts
 from runtime.experts.streamer import ExpertSource
 from runtime.models.buffers import check_context
+from runtime.models.cpu_experts import Mxfp4Compute, compiled_kernels
 from runtime.models.deepseek_backends import resolve_arithmetic
 from runtime.models.deepseek_codec import open_codec as open_codec  # the family's
 from runtime.models.deepseek_engram import EngramHash, build_token_map, read_engram_tables
@@ -252,15 +256,19 @@ def open_model(
     if device.type == "cuda":
         from runtime.models.deepseek_decode import Decoder
 
-        model.head_split = _open_head(model, config)
+        cpu = _open_cpu(spec, config.hw.cpu_experts, experts, layout, device)
+        workers = experts.workers if isinstance(experts, SlotExperts) else None
+        model.head_split = _open_head(model, config, workers)
         model.decoder = open_lanes(
-            partial(Decoder, model, layout, config.hw.graphs), config.serve.max_batch
+            partial(Decoder, model, layout, config.hw.graphs, cpu=cpu), config.serve.max_batch
         )
     return model
 
 
-def _open_head(model: DeepseekModel, config: RunConfig) -> HeadSplit | None:
-    """Return who computes the head beside the GPU, None for nobody."""
+def _open_head(
+    model: DeepseekModel, config: RunConfig, workers: Workers | None
+) -> HeadSplit | None:
+    """Return who computes the head beside the GPU, None for nobody.  workers: who computes experts, where they do."""
     wanted = config.deepseek
     if wanted.head is Head.gpu:
         return None
@@ -270,9 +278,29 @@ def _open_head(model: DeepseekModel, config: RunConfig) -> HeadSplit | None:
         steady_linear(x, rows, out, is_double=False)
 
     threads = hardware.compute_threads(config.hw.compute_threads)
-    return HeadSplit.open(
-        model.head, product, model.device, wanted.head, wanted.head_share, threads
-    )
+    with cores.pinned(workers.cpus) if workers and workers.cpus else nullcontext():
+        return HeadSplit.open(
+            model.head, product, model.device, wanted.head, wanted.head_share, threads
+        )
+
+
+def _open_cpu(
+    spec: DeepseekSpec,
+    wanted: str,
+    experts: ExpertSource,
+    layout: ShardLayout,
+    device: torch.device,
+) -> tuple[CpuShare, Mxfp4Compute] | None:
+    """Let the CPU compute a share of the experts in RAM, where that was asked for and helps."""
+    if not isinstance(experts, SlotExperts) or experts.workers is None:
+        return None
+    compute = Mxfp4Compute(
+        spec.top_k, spec.hidden, spec.intermediate, spec.swiglu_limit, device, layout.payload_offsets,
+        partial(open_record, layout), compiled_kernels(),
+    )  # fmt: skip
+    rows = torch.zeros(spec.top_k, spec.hidden, dtype=torch.bfloat16, device=device)
+    share = open_share(wanted, experts, compute, rows, experts.rehearse)
+    return None if share is None else (share, compute)
 
 
 def _in_pinned_memory(weight: Tensor) -> tuple[Tensor, HostArena]:

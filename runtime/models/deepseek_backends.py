@@ -71,6 +71,7 @@ def resolve_arithmetic(config: RunConfig, has_code: bool) -> Arithmetic:
         or config.deepseek.replay is not Replay.exact
         or config.deepseek.head is not Head.gpu
         or config.hw.device == "cpu"
+        or config.hw.cpu_experts != "off"
         or tilelang_fault(tilelang_version(), capability()) is not None
     )
     return Arithmetic.native if is_native else Arithmetic.reference

@@ -26,6 +26,8 @@ from runtime.models.graphs import Graphs
 from runtime.models.head_split import HeadLane
 
 if TYPE_CHECKING:
+    from runtime.experts.cpu_share import CpuShare
+    from runtime.models.cpu_experts import Mxfp4Compute
     from runtime.models.deepseek_model import Attention, Block, DeepseekModel, HyperConnection
 
 
@@ -38,8 +40,12 @@ class Decoder:
         layout: ShardLayout,
         has_graphs: bool,
         graphs: Graphs | None = None,
+        cpu: tuple[CpuShare, Mxfp4Compute] | None = None,
     ) -> None:
-        """has_graphs: capture and replay (CUDA).  graphs: of another decoder of this model."""
+        """has_graphs: capture and replay (CUDA).  graphs: of another decoder of this model.
+
+        cpu: who computes a share of the experts, and with what input.
+        """
         from kernels import (
             deepseek_attention,
             deepseek_compress,
@@ -53,6 +59,10 @@ class Decoder:
         self._token, self._compress, self._index = deepseek_token, deepseek_compress, deepseek_index
         self._attention, self._linear, self._moe = deepseek_attention, deepseek_linear, deepseek_moe
         self._experts = mxfp4_expert
+        self._share: CpuShare | None = None
+        self._compute: Mxfp4Compute | None = None
+        if cpu is not None:
+            self._share, self._compute = cpu
         spec = model.spec
         self.model, self.spec, self.layout = model, spec, layout
         self.device = model.device
@@ -208,6 +218,8 @@ class Decoder:
 
     def _run_experts(self, layer: int) -> None:
         """Run a layer's experts in the waves in which they arrive."""
+        if self._share is not None and self._steps:  # the first step compiles what graphs replay
+            self._share.arm()
         ids = self._route_view[layer].tolist()
         route, guesses = ids[: self.spec.top_k], ids[self.spec.top_k :]
         row_of = {expert: row for row, expert in enumerate(sorted(route))}
@@ -224,6 +236,8 @@ class Decoder:
                 row[0], row[1] = address + codes_at, address + scales_at
             self._run(("wave", number), partial(self._wave, number))
             number += 1
+        if self._share is not None and self._share.has_rows:
+            self._run("cpu", partial(self._share.put, self.rows))
 
     def _run(self, name: Hashable, launch: Callable[[], None]) -> None:
         self.graphs.run(name, launch, is_first=self._steps == 0)
@@ -387,6 +401,8 @@ class Decoder:
             spec.swiglu_limit,
         )
         self._fp8(self.shared_inner, down, self.shared)
+        if self._compute is not None:
+            self._compute.receive(self.rounded, self.weights)
 
     def _wave(self, number: int) -> None:
         self._experts.mxfp4_experts(
