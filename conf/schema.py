@@ -580,6 +580,11 @@ class SimulateConfig:
     host_us: float = 0.0  # the host's own work for a layer, before its experts are launched
     host_after_us: float = 0.0  # the same behind the launch, while a GPU computes
     token_us: float = 0.0  # what a token needs once
+    cpu_gib_s: float = 0.0  # at which the CPU computes experts in RAM beside a GPU; 0: it does not
+    cpu_us: float = 0.0  # to start it for a layer
+    ram_gib_s: float = 0.0  # of the RAM, for link, drives and CPU together; 0: enough for all
+    head_nbytes: int = 0  # of a head in RAM that a GPU reads for every token; 0: it is in token_us
+    head_cpu_gib_s: float = 0.0  # at which the CPU computes a part of it; 0: it does not
 
 
 @dataclass
@@ -767,6 +772,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "simulate.host_us": (0, 1e9),
     "simulate.host_after_us": (0, 1e9),
     "simulate.token_us": (0, 1e9),
+    "simulate.cpu_gib_s": (0, 1e5),
+    "simulate.cpu_us": (0, 1e9),
+    "simulate.ram_gib_s": (0, 1e5),
+    "simulate.head_nbytes": (0, 2**50),
+    "simulate.head_cpu_gib_s": (0, 1e5),
     "memory.window": (64, 2**24),
     "memory.sinks": (0, 64),
     "memory.budget": (1, 2**24),
