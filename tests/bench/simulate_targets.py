@@ -3,7 +3,7 @@
     python tests/bench/simulate_targets.py [--quick]
 
 Each row is `python run.py stages=[simulate]` with what stands in it and in COMMON; every other input is in
-`conf/simulate/*_nvmoe_rtx5060.yaml`. Takes about five minutes; --quick leaves the sensitivity out. Not collected by
+`conf/simulate/*_nvmoe_rtx5060.yaml`. Takes about three minutes; --quick leaves the sensitivity out. Not collected by
 pytest.
 """
 
