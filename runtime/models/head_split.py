@@ -49,10 +49,13 @@ class HeadSplit:
         self.cpu_rows = 0
         self.threads = max(1, threads)
         self.is_compiled = has_numba()
+        # compiles, if it does, before several threads would
+        bf16_rows(weight, torch.zeros(weight.shape[1]), torch.zeros(self.total), 0, 0)
         self.measured: Timing | None = None
         self.tokens = 0
         self.cpu_ns = 0
         self.gpu_ms = 0.0
+        self.timed_tokens = 0  # whose GPU time is known: that of the last one is not yet
         cpus = os.sched_getaffinity(0)
         self._pool = ThreadPoolExecutor(
             max(1, self.threads - 1), "head", initializer=cores.pin_current_thread, initargs=(cpus,)
@@ -71,7 +74,7 @@ class HeadSplit:
         split.cpu_rows = split.total
         lane.send()
         lane.sent()
-        lane.finish()  # compiles, starts threads
+        lane.finish()  # starts threads
 
         def time_threads(count: int) -> float:
             split.threads = count
@@ -83,7 +86,7 @@ class HeadSplit:
             split.cpu_rows = split.measured.rows
         elif share is not None:
             split.cpu_rows = rounded_rows(share * split.total, split.total) if share else 0
-        split.tokens, split.cpu_ns, split.gpu_ms = 0, 0, 0.0
+        split.tokens, split.timed_tokens, split.cpu_ns, split.gpu_ms = 0, 0, 0, 0.0
         log.info("%s", format_head(split.report()))
         return split
 
@@ -110,7 +113,7 @@ class HeadSplit:
         tokens = max(1, self.tokens)
         return HeadReport(
             self.total, self.cpu_rows, self.threads, self.is_compiled, self.measured, self.tokens,
-            self.cpu_ns / 1e6 / tokens, self.gpu_ms / tokens,
+            self.cpu_ns / 1e6 / tokens, self.gpu_ms / max(1, self.timed_tokens),
         )  # fmt: skip
 
     def close(self) -> None:
@@ -148,6 +151,7 @@ class HeadLane:
             return
         if self._is_timed:  # the device is past the token before: its route was waited for
             self.split.gpu_ms += self._events[0].elapsed_time(self._events[1])
+            self.split.timed_tokens += 1
         self._events[0].record()
         self._is_timed = False
 

@@ -25,7 +25,10 @@ def snapshot(tiny_qwen):
 
 def run(make_config, snapshot, tokens, **settings):
     """Return the logits of a prompt and 200 tokens, twice on one engine, the last u, the head, and the report."""
-    config = make_config("tiny_deepseek", **{"hw.device": "cuda", "cache.ram_gib": 1.0, **settings})
+    config = make_config(
+        "tiny_deepseek",
+        **{"hw.device": "cuda", "cache.ram_gib": 1.0, "hw.compute_threads": 4, **settings},
+    )
     engine = Engine.open(config, EngineFiles(snapshot))
     try:
         passes = []
