@@ -202,11 +202,7 @@ class Decoder:
                 self.wait_ns += time.perf_counter_ns() - started
             self._run_experts(layer)
         self._run(spec.num_layers, self._last)
-        if self.head is not None:
-            self.head.sent()
-            if self.head.has_launch:
-                self._run("head", self.head.launch)
-            self.wait_ns += self.head.finish()
+        self._share_head()
         self._steps += 1
         state.context = [*state.context, token][-3:]
         state.position += 1
@@ -215,6 +211,15 @@ class Decoder:
         for layer, tail in self.tails.items():
             state.tails[layer] = tail.unsqueeze(0)[: state.position % 2]
         return self.logits
+
+    def _share_head(self) -> None:
+        """Let CPU and GPU compute the head behind the last segment, where they share it."""
+        if self.head is None:
+            return
+        self.head.sent()
+        if self.head.has_launch:
+            self._run("head", self.head.launch)
+        self.wait_ns += self.head.finish()
 
     def _run_experts(self, layer: int) -> None:
         """Run a layer's experts in the waves in which they arrive."""
