@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 STEP_ROWS = 64  # shares are multiples of it: what the GPU reads and writes stays aligned
 ROUNDS = 4  # of measuring both at once
@@ -12,7 +11,8 @@ LEAST_MS = 1e-3  # a clock's step
 WORTH = 0.95  # more threads, or the CPU at all, must take less than this share of the time
 
 
-class Timing(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Timing:
     """What it took to compute the head once, with so many rows on the CPU. Milliseconds; 0 without rows."""
 
     rows: int

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conf.schema import Head
+from conf.schema import Arithmetic, ConfigError, Head
+from runtime.errors import UserError
+from runtime.models import deepseek, deepseek_backends
 from runtime.models.head_split import CHUNK_ROWS, HeadLane, HeadSplit
 
 VOCAB, WIDTH = 2 * CHUNK_ROWS + 100, 96
@@ -84,3 +86,21 @@ def test_a_measured_split_is_one_that_was_met(weight, splits):
     assert measured.rows == split.cpu_rows
     assert measured.gpu_ms > 0
     assert (measured.cpu_ms > 0) == (measured.rows > 0)
+
+
+def test_who_is_refused_and_who_is_chosen(make_config, tiny_qwen, monkeypatch):
+    snapshot = tiny_qwen.parent / "tiny-deepseek"
+    config = make_config("tiny_deepseek", **{"deepseek.head": "auto"})
+    with pytest.raises(UserError, match="relieves a GPU"):
+        deepseek.check_support(deepseek.read_spec(snapshot), config, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"deepseek\.head is of deepseek\.arithmetic=native"):
+        make_config("tiny_deepseek", **{"deepseek.arithmetic": "reference", "deepseek.head": "cpu"})
+    # where the release's own code would compute by default
+    monkeypatch.setattr(deepseek_backends, "tilelang_fault", lambda *_: None)
+    chosen = [
+        deepseek_backends.resolve_arithmetic(
+            make_config("tiny_deepseek", **{"deepseek.head": head, "hw.device": "auto"}), True
+        )
+        for head in ("gpu", "auto")
+    ]
+    assert chosen == [Arithmetic.reference, Arithmetic.native]
