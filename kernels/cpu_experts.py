@@ -29,9 +29,14 @@ HALF_E8M0 = (e8m0_values(every_byte()) / 2).numpy()
 
 
 def set_threads(count: int) -> int:
-    """Let `count` threads compute, the calling one among them, or as many as Numba has; return how many."""
+    """Let `count` threads compute, the calling one among them, or as many as Numba has; return how many.
+
+    torch gets one thread from now on. Numba and torch may share OpenMP's threads: Numba sets their number for both, and
+    each launch of another size would end some and start others, on whatever core the calling thread is held to.
+    """
     count = max(1, min(count, int(numba.config.NUMBA_NUM_THREADS)))
     numba.set_num_threads(count)
+    torch.set_num_threads(1)
     return count
 
 
