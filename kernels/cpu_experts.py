@@ -10,6 +10,11 @@ Letters: H hidden, I expert intermediate. Even columns are in a byte's low nibbl
 
 from __future__ import annotations
 
+import os
+
+# Numba asks when it is imported, and the thread that imports it may be held to a few cores
+os.environ.setdefault("NUMBA_NUM_THREADS", str(os.cpu_count()))
+
 import numba
 import numpy as np
 import torch
