@@ -134,6 +134,14 @@ class DraftSource(Enum):
     lookup = "lookup"  # what followed the conversation's last tokens when they stood there before; any model
 
 
+class Head(Enum):
+    """Who computes DeepSeek's logits when a GPU decodes; the weights, 1.3 GB, lie in RAM."""
+
+    gpu = "gpu"  # it reads them over the link
+    cpu = "cpu"
+    auto = "auto"  # both at once, each as many rows as its measured rate allows
+
+
 class Replay(Enum):
     """How a DeepSeek prompt goes through the later layers."""
 
@@ -270,6 +278,9 @@ class HwConfig:
     )
     pin_threads: bool = True  # with a GPU: decoding on one fast core, reader threads on the others
     compute_threads: int = 0  # threads of CPU arithmetic; 0: all cores but one, at most 8
+    # with a GPU: of a layer's experts in RAM, the share that the CPU computes while the GPU reads the others: off, auto
+    # (so that both end together, as measured) or 0 to 1; the same numbers but for the order of sums
+    cpu_experts: str = "off"
     drive: DriveConfig = field(default_factory=DriveConfig)
     # several drives, as [{folder: /mnt/a}, {folder: /mnt/b, rate_gib_s: 2}]; []: one, where the set-up writes anyway
     drives: list[DrivePlace] = field(default_factory=list)
@@ -346,6 +357,10 @@ class DeepseekConfig:
     arithmetic: Arithmetic = Arithmetic.auto
     replay: Replay = Replay.exact
     kernels: Kernels = Kernels.auto  # of arithmetic=reference
+    head: Head = Head.gpu  # cpu and auto are equal to it within fp32 sums, not bit for bit
+    head_share: float | None = (
+        None  # head=auto: share of the head's rows that the CPU takes; null: measured at the start
+    )
     fix_index_keys: bool = (
         False  # arithmetic=reference: at even positions its indexers read stale keys; true: own
     )
@@ -579,6 +594,11 @@ class SimulateConfig:
     host_us: float = 0.0  # the host's own work for a layer, before its experts are launched
     host_after_us: float = 0.0  # the same behind the launch, while a GPU computes
     token_us: float = 0.0  # what a token needs once
+    cpu_gib_s: float = 0.0  # at which the CPU computes experts in RAM beside a GPU; 0: it does not
+    cpu_us: float = 0.0  # to start it for a layer
+    ram_gib_s: float = 0.0  # of the RAM, for link, drives and CPU together; 0: enough for all
+    head_nbytes: int = 0  # of a head in RAM that a GPU reads for every token; 0: it is in token_us
+    head_cpu_gib_s: float = 0.0  # at which the CPU computes a part of it; 0: it does not
 
 
 @dataclass
@@ -709,6 +729,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.sampling.top_k": (0, 2**20),
     "model.sampling.min_p": (0, 1),
     "serve.max_batch": (1, 64),
+    "deepseek.head_share": (0, 1),
     "serve.replicas": (1, 1024),
     "hw.drive.window": (1, 64),
     "hw.drive.pieces": (1, 64),
@@ -766,6 +787,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "simulate.host_us": (0, 1e9),
     "simulate.host_after_us": (0, 1e9),
     "simulate.token_us": (0, 1e9),
+    "simulate.cpu_gib_s": (0, 1e5),
+    "simulate.cpu_us": (0, 1e9),
+    "simulate.ram_gib_s": (0, 1e5),
+    "simulate.head_nbytes": (0, 2**50),
+    "simulate.head_cpu_gib_s": (0, 1e5),
     "memory.window": (64, 2**24),
     "memory.sinks": (0, 64),
     "memory.budget": (1, 2**24),
@@ -852,6 +878,7 @@ def load(cfg: DictConfig) -> RunConfig:
         _family_faults,
         _drafts_faults,
         _batch_faults,
+        _cpu_experts_faults,
         _weight_faults,
         _memory_faults,
         _stage_faults,
@@ -991,9 +1018,37 @@ def _batch_faults(run: RunConfig) -> Iterable[str]:
         yield "record=true writes the routes of one conversation at a time: leave out record or serve.max_batch"
 
 
+def _cpu_experts_faults(run: RunConfig) -> Iterable[str]:
+    wanted = run.hw.cpu_experts
+    if wanted == "off":
+        return
+    if wanted != "auto" and not _is_share(wanted):
+        yield f"hw.cpu_experts is off, auto or a share from 0 to 1, got {wanted!r}"
+    if run.model.family not in ("qwen", "deepseek"):
+        yield (
+            f"hw.cpu_experts is of models with FP4 experts, model={run.model.name} is of the family "
+            f"{run.model.family}: leave it out"
+        )
+    if run.hw.device == "cpu":
+        yield "hw.cpu_experts shares experts between GPU and CPU, and hw.device is cpu: leave out one of the two"
+    if run.serve.max_batch > 1:
+        yield "hw.cpu_experts is for one conversation at a time: leave out hw.cpu_experts or serve.max_batch"
+    if run.hw.graphs == "token":
+        yield "hw.cpu_experts needs the host between router and experts: leave it out, or set hw.graphs=true"
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False
+
+
 def _family_faults(run: RunConfig) -> Iterable[str]:
     if run.deepseek.arithmetic is not Arithmetic.reference:
         return
+    if run.deepseek.head is not Head.gpu:
+        yield "deepseek.head is of deepseek.arithmetic=native: leave out one of the two"
     if "patch" not in run.model.setup:
         yield (
             "deepseek.arithmetic=reference needs the release's own code, and "
@@ -1003,6 +1058,8 @@ def _family_faults(run: RunConfig) -> Iterable[str]:
         yield "deepseek.replay=bounded is of deepseek.arithmetic=native: leave out one of the two"
     if run.drafts.enabled:
         yield "drafts are of deepseek.arithmetic=native: leave out drafts.enabled, or set that"
+    if run.hw.cpu_experts != "off":
+        yield "hw.cpu_experts is of deepseek.arithmetic=native: leave out hw.cpu_experts, or set that"
 
 
 def _weight_faults(run: RunConfig) -> Iterable[str]:

@@ -11,13 +11,14 @@ may be written again: that wait is the event of the last reader.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from runtime.experts.cache import ExpertCache
 from runtime.experts.copies import Copier
+from runtime.experts.cpu_share import CpuShare, Workers
 from runtime.experts.frequency import KeptExperts
 from runtime.experts.in_front import InFront
 from runtime.experts.layout import ExpertKey
@@ -80,6 +81,8 @@ class SlotExperts(InFront):
             raise ValueError(f"{len(copier.slots)} slots, at least {self._num_passing} are needed")
         self._slots = list(copier.slots.unbind(0))
         self.listener: RouteListener | None = None
+        self.workers: Workers | None = None  # who may compute experts in RAM beside the GPU
+        self.share: CpuShare | None = None  # of those experts, the CPU's
         self._make_books()
 
     def _make_books(self) -> None:
@@ -99,7 +102,8 @@ class SlotExperts(InFront):
     def waves(self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()) -> Iterator[Wave]:
         """Yield a layer's experts in lists, as `ExpertSource.waves`; each is launched before the next is asked for.
 
-        What is launched after a list was yielded runs when its records are there.
+        What is launched after a list was yielded runs when its records are there. Experts that the CPU computes are in
+        no list: when the lists are through, `share` has their rows.
         """
         # what stands before the first wave keeps the GPU waiting
         if self.listener is not None:
@@ -130,6 +134,12 @@ class SlotExperts(InFront):
             passing.demote(key)
         arrivals = self.source.waves(layer, elsewhere, self._absent(layer + 1, guesses))
         in_ram = next(arrivals)
+        on_cpu: Wave = []
+        if self.share is not None:
+            first = layer * KEY_STRIDE
+            on_cpu, in_ram = self.share.take(
+                in_ram, lambda expert: self._kept.is_worth_keeping(first + expert)
+            )
         copied: list[tuple[Wave, Any]] = []
         if in_ram:
             copied, in_ram = self._copy(layer, in_ram)
@@ -142,6 +152,9 @@ class SlotExperts(InFront):
         self.counters.vram_hits += len(here)
         self.counters.copied_nbytes += len(in_ram) * self._nbytes
         yield from self._when_copied(copied)
+        if on_cpu:
+            arrivals = chain([next(arrivals, [])], arrivals)  # guesses are asked for before
+            self._compute(layer, ids, on_cpu)
         for wave in filter(None, arrivals):
             others = wave
             if not self._reads_in_place:
@@ -154,6 +167,12 @@ class SlotExperts(InFront):
             self._copy_ahead(layer + 1, guesses)
         if self.kept_slots:
             self._keep([layer * KEY_STRIDE + expert for expert in ids])
+
+    def _compute(self, layer: int, ids: Sequence[int], on_cpu: Wave) -> None:
+        """Compute on the CPU while the GPU has what was launched."""
+        assert self.share is not None
+        self.counters.cpu_ns += self.share.run(layer, ids, on_cpu)
+        self.counters.cpu_experts += len(on_cpu)
 
     def _keep(self, route: Sequence[int]) -> None:
         """Count a layer's uses, and keep those of its experts in passing slots that are used often.
@@ -231,6 +250,11 @@ class SlotExperts(InFront):
             self.counters.early_issued += 1
             self.counters.copied_nbytes += self._nbytes
         self._early_mark = self.copier.mark()
+
+    def rehearse(self, records: Sequence[Tensor]) -> None:
+        """Copy records to slots that nothing is in yet, a route at most: to measure how long that takes."""
+        for slot, record in zip(self._slot_of_row, records, strict=False):
+            self.copier.copy(slot, record)
 
     def _release(self) -> None:
         for key in self._pinned:

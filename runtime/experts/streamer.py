@@ -234,6 +234,11 @@ class ExpertStreamer:
         return self._arena.row_nbytes
 
     @property
+    def records(self) -> Sequence[Tensor]:
+        """The rows of RAM, whatever is in them: to measure with, before anything is read."""
+        return self._arena.records
+
+    @property
     def max_hold(self) -> int:
         return len(self._staging)
 
@@ -654,6 +659,11 @@ class ResidentExperts:
     @property
     def record_nbytes(self) -> int:
         return self._arena.row_nbytes
+
+    @property
+    def records(self) -> Sequence[Tensor]:
+        """The rows of RAM, whatever is in them: to measure with, before anything is read."""
+        return self._arena.records
 
     @property
     def max_hold(self) -> int:

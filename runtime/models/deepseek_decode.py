@@ -1,7 +1,8 @@
 """Decode steps of DeepSeek-V4.1 on a GPU, of fixed shapes, so that they can be replayed as graphs.
 
 As for Qwen, the step is cut where the host must look: after each layer's router. Segment l sums up the experts of
-layer l - 1 and goes on to layer l's route; the last ends with the head, which is read in place over PCIe. What a
+layer l - 1 and goes on to layer l's route; the last ends with the head, which is read in place over PCIe, or in part
+computed by the CPU (`head_split`). What a
 token's position decides is read from the device, so that one graph serves all tokens.
 """
 
@@ -22,8 +23,11 @@ from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
 from runtime.models.deepseek_state import Compressed, DeepseekState
 from runtime.models.graphs import Graphs
+from runtime.models.head_split import HeadLane
 
 if TYPE_CHECKING:
+    from runtime.experts.cpu_share import CpuShare
+    from runtime.models.cpu_experts import Mxfp4Compute
     from runtime.models.deepseek_model import Attention, Block, DeepseekModel, HyperConnection
 
 
@@ -36,8 +40,12 @@ class Decoder:
         layout: ShardLayout,
         has_graphs: bool,
         graphs: Graphs | None = None,
+        cpu: tuple[CpuShare, Mxfp4Compute] | None = None,
     ) -> None:
-        """has_graphs: capture and replay (CUDA).  graphs: of another decoder of this model."""
+        """has_graphs: capture and replay (CUDA).  graphs: of another decoder of this model.
+
+        cpu: who computes a share of the experts, and with what input.
+        """
         from kernels import (
             deepseek_attention,
             deepseek_compress,
@@ -51,6 +59,10 @@ class Decoder:
         self._token, self._compress, self._index = deepseek_token, deepseek_compress, deepseek_index
         self._attention, self._linear, self._moe = deepseek_attention, deepseek_linear, deepseek_moe
         self._experts = mxfp4_expert
+        self._share: CpuShare | None = None
+        self._cpu: Mxfp4Compute | None = None
+        if cpu is not None:
+            self._share, self._cpu = cpu
         spec = model.spec
         self.model, self.spec, self.layout = model, spec, layout
         self.device = model.device
@@ -128,6 +140,9 @@ class Decoder:
         )
         self.shared_inner, self.shared = buffer(spec.intermediate), buffer(spec.hidden)
         self.logits = buffer(1, spec.vocab_size, dtype=fp32)
+        self.head = None  # None: the GPU alone computes it
+        if model.head_split is not None:
+            self.head = HeadLane(model.head_split, self.u, self.logits.view(-1))
         blocks = model.blocks
         self.ratios = [
             after.ffn_norm.float() / block.ffn_norm.float()
@@ -176,6 +191,7 @@ class Decoder:
                 self.wait_ns += time.perf_counter_ns() - started
             self._run_experts(layer)
         self._run(self.spec.num_layers, self._last)
+        self._share_head()
         return self._end(token, state)
 
     def _begin(self, token: int, state: DeepseekState) -> Any:
@@ -207,8 +223,19 @@ class Decoder:
             state.tails[layer] = tail.unsqueeze(0)[: state.position % 2]
         return self.logits
 
+    def _share_head(self) -> None:
+        """Let CPU and GPU compute the head behind the last segment, where they share it."""
+        if self.head is None:
+            return
+        self.head.sent()
+        if self.head.has_launch:
+            self._run("head", self.head.launch)
+        self.wait_ns += self.head.finish()
+
     def _run_experts(self, layer: int) -> None:
         """Run a layer's experts in the waves in which they arrive."""
+        if self._share is not None and self._steps:  # the first step compiles what graphs replay
+            self._share.arm()
         ids = self._route_view[layer].tolist()
         route, guesses = ids[: self.spec.top_k], ids[self.spec.top_k :]
         row_of = {expert: row for row, expert in enumerate(sorted(route))}
@@ -225,6 +252,8 @@ class Decoder:
                 row[0], row[1] = address + codes_at, address + scales_at
             self._run(("wave", number), partial(self._wave, number))
             number += 1
+        if self._share is not None and self._share.has_rows:
+            self._run("cpu", partial(self._share.put, self.rows))
 
     def _run(self, name: Hashable, launch: Callable[[], None]) -> None:
         self.graphs.run(name, launch, is_first=self._steps == 0)
@@ -390,6 +419,8 @@ class Decoder:
             spec.swiglu_limit,
         )
         self._fp8(self.shared_inner, down, self.shared)
+        if self._cpu is not None:
+            self._cpu.receive(self.rounded, self.weights)
 
     def _route_of(self, layer: int) -> Tensor:
         """Return where a layer's route and guesses go: [k + guesses] int64."""
@@ -421,6 +452,9 @@ class Decoder:
         self._moe.combine_token(self.rows, self.shared, self.y)
         self._token.write_streams(self.y, self.middle, self.post, self.comb, self.streams)
         self._token.read_streams(self.streams, self.pre, model.norm, self.u, spec.eps)
+        if self.head is not None:
+            self.head.send()
+            return
         self._linear.steady_linear(self.u, model.head, self.logits.view(-1), is_double=False)
 
     # ---- whose state is in the buffers ----------------------------------------------------------------------------

@@ -42,6 +42,7 @@ class TokenDecoder(WholeToken, Decoder):
         self._warm_up()
         ids = self._begin(token, state)
         self._compute({layer: partial(self._collect, layer, ids) for layer in self.host_rows})
+        self._share_head()
         return self._end(token, state)
 
     def _placed(self, layer: int, ids: list[int]) -> Iterator[Placed]:

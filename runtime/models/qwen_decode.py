@@ -29,6 +29,8 @@ from runtime.models.graphs import Graphs
 from runtime.models.qwen_state import AttentionState, QwenState
 
 if TYPE_CHECKING:
+    from runtime.experts.cpu_share import CpuShare
+    from runtime.models.cpu_experts import Nvfp4Compute
     from runtime.models.qwen_model import Attention, DeltaNet, QwenModel
 
 
@@ -41,11 +43,16 @@ class Decoder:
         context_tokens: int,
         has_graphs: bool,
         graphs: Graphs | None = None,
+        cpu: tuple[CpuShare, Nvfp4Compute] | None = None,
     ) -> None:
         """context_tokens: keys, values and masks have room for this many.  has_graphs: capture and replay (CUDA).
 
-        graphs: of another decoder of this model.
+        graphs: of another decoder of this model.  cpu: who computes a share of the experts, and with what input.
         """
+        self._share: CpuShare | None = None
+        self._cpu: Nvfp4Compute | None = None
+        if cpu is not None:
+            self._share, self._cpu = cpu
         spec, like = model.spec, model.head
         self.model, self.spec = model, spec
         size = spec.block_tokens
@@ -168,6 +175,8 @@ class Decoder:
 
     def _run_experts(self, layer: int) -> None:
         """Run a layer's experts in the waves in which they arrive."""
+        if self._share is not None and self._steps:  # the first step compiles what graphs replay
+            self._share.arm()
         ids = self._route_view[layer].tolist()
         route, guesses = ids[: self.spec.top_k], ids[self.spec.top_k :]
         row_of = {expert: row for row, expert in enumerate(sorted(route))}
@@ -178,6 +187,7 @@ class Decoder:
                 self.rows[row] = ops.nvfp4_swiglu_expert(
                     self.x, record, self.scales[row], self.spec.intermediate
                 )[0]
+            self._put_cpu_rows()
             return
         number = 0
         for wave in waves:
@@ -189,6 +199,11 @@ class Decoder:
                 table[row_of[expert]] = record.data_ptr()
             self._run(("wave", number), partial(self._wave, number))
             number += 1
+        self._put_cpu_rows()
+
+    def _put_cpu_rows(self) -> None:
+        if self._share is not None and self._share.has_rows:
+            self._run("cpu", partial(self._share.put, self.rows))
 
     def _run(self, name: Hashable, launch: Callable[[], None]) -> None:
         self.graphs.run(name, launch, is_first=self._steps == 0)
@@ -242,6 +257,8 @@ class Decoder:
         )  # fmt: skip
         self._routed(layer)
         self._moe.shared_down_token(self.shared_inner, self.shared_gate, down, self.shared)
+        if self._cpu is not None:
+            self._cpu.receive(self.x)
 
     def _route_of(self, layer: int) -> Tensor:
         """Return where a layer's route and guesses go: [k + guesses] int64."""

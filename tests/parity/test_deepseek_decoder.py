@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
@@ -14,6 +15,7 @@ from runtime.experts.layout import ExpertKey
 from runtime.models import deepseek_model
 from runtime.models.deepseek_decode import Decoder
 from runtime.models.deepseek_whole import TokenDecoder
+from runtime.models.head_split import HeadSplit
 from tests.parity import deepseek_golden as golden
 
 pytestmark = pytest.mark.slow  # an interpreted step takes seconds
@@ -200,3 +202,32 @@ def test_one_graph_per_token_has_the_bits_of_segments(monkeypatch):
     found = state.tensors()
     for name, value in other.tensors().items():
         assert torch.equal(found[name], value), name
+
+
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="interpreted on a CPU; tests/gpu runs the compiled kernels"
+)
+def test_a_shared_head_is_the_same_head(monkeypatch):
+    """The CPU's rows differ by fp32's rounding, the GPU's by nothing."""
+    tokens = golden.fed_tokens("p1")[:2]
+
+    def decode(model):
+        state = model.new_state()
+        return torch.cat([model.decode(token, state) for token in tokens])
+
+    model = packed_model(monkeypatch)
+    wanted = decode(model)
+    weight = golden.weights_of(golden.GOLDEN / "checkpoint")["head.weight"]
+    product = functools.partial(model.decoder._linear.steady_linear, is_double=False)
+    split = HeadSplit(weight, product, threads=2)
+    for cpu_rows in (0, len(weight) // 2, len(weight)):
+        split.cpu_rows = cpu_rows
+        model.head_split = split
+        model.decoder = Decoder(model, Offsets(model.spec), has_graphs=False)
+        found = decode(model)
+        assert torch.equal(found[:, cpu_rows:], wanted[:, cpu_rows:])
+        u = model.decoder.u  # of the last token
+        bound = 2 * u.numel() * 2.0**-24 * (weight.double().abs() @ u.double().abs())
+        assert ((found[-1] - wanted[-1]).double().abs() <= bound).all()
+        assert torch.equal(found.argmax(1), wanted.argmax(1))
+    split.close()
