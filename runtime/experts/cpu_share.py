@@ -168,7 +168,6 @@ def open_share(
     assert workers is not None, "somebody is there to compute"
     top_k, hidden = rows.shape
     records = workers.records[:MOST_RECORDS]
-    threads = compute.set_threads(workers.num_threads)
     out = torch.empty(top_k, hidden)
 
     def on_cpu(some: Sequence[Tensor]) -> None:
@@ -176,6 +175,7 @@ def open_share(
 
     # threads inherit the mask of the one that starts them
     with cores.pinned(workers.cpus) if workers.cpus else nullcontext():
+        threads = compute.set_threads(workers.num_threads)
         on_cpu(records[:top_k])
     if wanted != "auto":
         counts = fixed_counts(float(wanted), top_k)
