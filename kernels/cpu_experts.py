@@ -166,15 +166,20 @@ def nvfp4_experts(x, table, global_scales, inner, out):
 def _block_sums(low, high, even, odd, products, sums):
     """Sum the products of each block of 32 columns: small whole numbers times one power of two, in any order.
 
-    products: [K/2] scratch: in one loop with the sums compilers make vectors of neither.
+    products: [K/2] scratch: in one loop with the sums compilers make vectors of neither. Four sums at once are half as
+    fast again as one.
     """
     for i in range(low.shape[0]):
         products[i] = low[i] * even[i] + high[i] * odd[i]
+    by_block = products.reshape(sums.shape[0], 16)
     for block in range(sums.shape[0]):
-        total = float32(0)
-        for i in range(16):
-            total += products[16 * block + i]
-        sums[block] = total
+        a, b, c, d = float32(0), float32(0), float32(0), float32(0)
+        for i in range(0, 16, 4):
+            a += by_block[block, i]
+            b += by_block[block, i + 1]
+            c += by_block[block, i + 2]
+            d += by_block[block, i + 3]
+        sums[block] = (a + b) + (c + d)
 
 
 @njit

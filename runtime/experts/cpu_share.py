@@ -108,12 +108,12 @@ class CpuShare:
 
     def arm(self) -> None:
         """Take a part of the layer that is asked for next. Whoever does will put the rows where they belong."""
-        self._places, self._is_armed = [], True
+        self._is_armed = True
 
     def take(self, in_ram: Wave, is_worth_keeping: Callable[[int], bool]) -> tuple[Wave, Wave]:
         """Split experts in RAM: the CPU's, and those for the GPU, among them all that are worth a place in VRAM."""
         wanted = self._counts[len(in_ram)] if self._is_armed else 0
-        self._is_armed = False
+        self._is_armed, self._places = False, []
         if not wanted:
             return [], in_ram
         taken: Wave = []
@@ -168,7 +168,6 @@ def open_share(
     assert workers is not None, "somebody is there to compute"
     top_k, hidden = rows.shape
     records = workers.records[:MOST_RECORDS]
-    threads = compute.set_threads(workers.num_threads)
     out = torch.empty(top_k, hidden)
 
     def on_cpu(some: Sequence[Tensor]) -> None:
@@ -176,6 +175,7 @@ def open_share(
 
     # threads inherit the mask of the one that starts them
     with cores.pinned(workers.cpus) if workers.cpus else nullcontext():
+        threads = compute.set_threads(workers.num_threads)
         on_cpu(records[:top_k])
     if wanted != "auto":
         counts = fixed_counts(float(wanted), top_k)

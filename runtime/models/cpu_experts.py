@@ -1,6 +1,6 @@
 """The experts of one token on the CPU beside a GPU, per family: what a segment hands over, and who computes.
 
-By Numba where it is installed, else by the definitions in plain torch, about ten times slower.
+By Numba where it is installed, else by the definitions in plain torch, many times slower.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def compiled_kernels() -> Any | None:
         return importlib.import_module("kernels.cpu_experts")
     except ImportError as error:
         log.warning(
-            "experts on the CPU are computed by plain torch, about ten times slower than compiled (%s): "
+            "experts on the CPU are computed by plain torch, many times slower than compiled (%s): "
             "pip install 'nvmoe[cpu]'",
             error,
         )

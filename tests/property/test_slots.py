@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import DeviceError
+from runtime.experts.cpu_share import CpuShare, fixed_counts
 from runtime.experts.paced import PacedCopier
 from runtime.experts.slots import BATCH_EXPERTS, KEY_STRIDE, SlotExperts, passing_slots
 from runtime.experts.streamer import one_by_one
@@ -230,6 +231,60 @@ def test_every_launch_reads_the_right_bytes(early, kept, seed, in_place, is_pace
                 paced.end()
     gpu.finish()
     assert experts.counters.early_used <= experts.counters.early_issued
+
+
+class Checking:
+    """The CPU's arithmetic: reads every record when it is asked for, and notes what was launched before."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.seen = gpu, []
+
+    def run(self, layer, experts, records, places, out) -> None:
+        for expert, record in zip(experts, records, strict=True):
+            assert torch.equal(record, content(layer, expert))
+        self.seen = list(experts)
+        self.gpu.some()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    early=st.integers(0, 4),
+    kept=st.integers(0, 2 * LAYERS * ROUTE),
+    seed=st.integers(0, 2**32),
+    in_place=st.booleans(),
+    share=st.sampled_from([0.3, 0.5, 1.0]),
+    armed=st.lists(st.booleans(), min_size=3, max_size=8),
+)
+def test_an_expert_is_the_gpus_or_the_cpus(early, kept, seed, in_place, share, armed):
+    rng = random.Random(seed)
+    passing = passing_slots(early, NBYTES, 0 if in_place else ROUTE)
+    gpu, source = Gpu(passing + kept, rng), Source(rng)
+    experts = SlotExperts(source, gpu, LAYERS, ROUTE, early, in_place)
+    compute = Checking(gpu)
+    experts.share = CpuShare(compute, fixed_counts(share, ROUTE), 8, torch.device("cpu"))
+    for is_armed in armed:
+        guesses = rng.sample(range(EXPERTS), 6)
+        for layer in range(LAYERS):
+            gpu.finish_compute()
+            route, guesses = rng.sample(range(EXPERTS), ROUTE), rng.sample(range(EXPERTS), 6)
+            seen, compute.seen = [], []
+            before = experts.counters.copy()
+            if is_armed:
+                experts.share.arm()
+            for wave in experts.waves(layer, route, guesses):
+                assert wave, "an empty launch"
+                gpu.launch(layer, wave)
+                seen += [expert for expert, _ in wave]
+                gpu.some()
+            counted = experts.counters.since(before)
+            assert sorted(seen + compute.seen) == sorted(route)
+            assert experts.share.has_rows == bool(compute.seen)
+            assert counted.cpu_experts == len(compute.seen) <= int(share * ROUTE + 0.5)
+            copied = ROUTE - counted.vram_hits - counted.cpu_experts + counted.early_issued
+            assert counted.copied_nbytes == copied * NBYTES
+            assert set(source.guessed) <= set(guesses), "guesses are asked for all the same"
+            assert is_armed or not compute.seen
+    gpu.finish()
 
 
 def run_token(gpu, experts, routes, guesses=None):

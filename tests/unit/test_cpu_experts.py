@@ -78,8 +78,8 @@ def kernels(request):
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-# 640: whole tasks; 48 and 80: the last task of gate, of down, is shorter
-@pytest.mark.parametrize(("hidden", "intermediate"), [(256, 640), (80, 48), (16, 16)])
+# the released shape; 48 and 80: the last task of gate, of down, is shorter
+@pytest.mark.parametrize(("hidden", "intermediate"), [(2560, 640), (80, 48), (16, 16)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nvfp4_experts_are_the_definition(kernels, hidden: int, intermediate: int, dtype):
     records, scales, x = nvfp4_case(hidden, intermediate)
@@ -92,14 +92,17 @@ def test_nvfp4_experts_are_the_definition(kernels, hidden: int, intermediate: in
         wanted = reference.nvfp4_swiglu_expert(
             x.to(dtype).float(), records[expert], scales[1, expert], intermediate
         )[0]
-        # fp32 sums of a few hundred products in another order
-        assert float((row - wanted).norm() / wanted.norm()) < 2e-6
+        error = float((row - wanted).norm() / wanted.norm())
+        print(f"relative error {error:.1e}")
+        assert error < 2e-6  # fp32 sums in another order
     assert out[2:].isnan().all(), "only as many rows as there are experts"
 
 
-@pytest.mark.parametrize(("hidden", "intermediate"), [(256, 64), (96, 32)])
-@pytest.mark.parametrize("skew", [0, 4])  # a payload may start at any multiple of four
-def test_mxfp4_experts_are_the_definition_bit_for_bit(kernels, hidden, intermediate, skew):
+# a payload may start at any multiple of four; the last is the released shape
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "skew"), [(256, 64, 0), (256, 64, 4), (96, 32, 4), (5120, 2304, 4)]
+)
+def test_mxfp4_experts_are_the_definition(kernels, hidden, intermediate, skew):
     records = random_records(3, hidden, intermediate, MX_GROUP, (118, 9), skew)
     generator = torch.Generator().manual_seed(2)
     x = reference_deepseek.act_rounded(torch.randn(1, hidden, generator=generator).bfloat16())
@@ -118,6 +121,7 @@ def test_mxfp4_experts_are_the_definition_bit_for_bit(kernels, hidden, intermedi
         )[0].float()
         # sums run in the defined order; exp may differ in its last bit, which one rounding in thousands shows
         same = float((row == wanted).float().mean())
+        print(f"{same:.5f} equal to the bit")
         assert same > 0.99
         assert torch.allclose(row, wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))
 
@@ -224,7 +228,7 @@ def test_rows_lie_by_the_experts_rank_in_the_route():
     through_table = torch.zeros(4, 8)
     take_rows(share.table, through_table)  # what a GPU does
     assert torch.equal(through_table, rows)
-    share.arm()
+    share.take([], lambda expert: False)
     assert not share.has_rows, "nothing is left of the layer before"
 
 
