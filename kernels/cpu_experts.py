@@ -1,6 +1,6 @@
 """FP4 SwiGLU experts of one token on CPU cores, compiled by Numba: what a GPU does from a table of addresses.
 
-Numba is an extra (`pip install nvmoe[cpu]`): import this module only where it may be missing. A row's codes are decoded
+Numba is an extra (`pip install '.[cpu]'`): import this module only where it may be missing. A row's codes are decoded
 in words of eight, which compilers turn into vectors of any width, into a buffer that stays in the first cache; sums are
 fp32. Rows are shared out to Numba's threads, the calling one among them. Definitions: `reference.nvfp4_swiglu_expert`,
 `reference_deepseek.swiglu_expert`.
@@ -10,18 +10,21 @@ Letters: H hidden, I expert intermediate. Even columns are in a byte's low nibbl
 
 from __future__ import annotations
 
-import os
-
-# Numba asks when it is imported, and the thread that imports it may be held to a few cores
-os.environ.setdefault("NUMBA_NUM_THREADS", str(os.cpu_count()))
-
-import numba
 import numpy as np
 import torch
-from numba import carray, float32, int64, njit, prange, types, uint32
-from numba.core import cgutils
-from numba.extending import intrinsic
 
+from kernels.compiler import (
+    carray,
+    cgutils,
+    float32,
+    int64,
+    intrinsic,
+    njit,
+    numba,
+    prange,
+    types,
+    uint32,
+)
 from kernels.formats import NVFP4_GROUP, e8m0_values, every_byte
 
 GATE_ROWS = 32  # a task's rows of gate and up; for MXFP4 also the columns that share a scale

@@ -52,7 +52,7 @@ def bf16_rows(
 @functools.cache
 def _compiled() -> Product:
     """Compile once, in a third of a second."""
-    import numba
+    from kernels.compiler import numba
 
     signature = "void(uint16[:, ::1], float32[::1], float32[::1], int64, int64)"
 

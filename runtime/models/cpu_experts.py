@@ -29,7 +29,7 @@ def compiled_kernels() -> Any | None:
     except ImportError as error:
         log.warning(
             "experts on the CPU are computed by plain torch, many times slower than compiled (%s): "
-            "pip install 'nvmoe[cpu]'",
+            "pip install '.[cpu]'",
             error,
         )
         return None
