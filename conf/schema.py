@@ -134,6 +134,14 @@ class DraftSource(Enum):
     lookup = "lookup"  # what followed the conversation's last tokens when they stood there before; any model
 
 
+class Head(Enum):
+    """Who computes DeepSeek's logits when a GPU decodes; the weights, 1.3 GB, lie in RAM."""
+
+    gpu = "gpu"  # it reads them over the link
+    cpu = "cpu"
+    auto = "auto"  # both at once, each as many rows as its measured rate allows
+
+
 class Replay(Enum):
     """How a DeepSeek prompt goes through the later layers."""
 
@@ -255,7 +263,12 @@ class HwConfig:
     name: str = "???"
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
     dtype: ComputeDtype = ComputeDtype.auto
-    graphs: bool = True  # replay decode steps as CUDA graphs; the same numbers with and without
+    # decode steps as CUDA graphs, the same numbers with all: true or segments, cut at each router, where the host
+    # launches what follows; token, one for a whole token, in which the GPU waits for the experts; false or off, none
+    graphs: bool | str = True
+    graph_limit_s: float = (
+        20.0  # that the GPU waits for experts with graphs=token; then the answer ends with an error
+    )
     ram_gib: float | None = (
         None  # RAM that may be used in all; null: what this machine has available
     )
@@ -268,11 +281,23 @@ class HwConfig:
     )
     pin_threads: bool = True  # with a GPU: decoding on one fast core, reader threads on the others
     compute_threads: int = 0  # threads of CPU arithmetic; 0: all cores but one, at most 8
+    # with a GPU: of a layer's experts in RAM, the share that the CPU computes while the GPU reads the others: off, auto
+    # (so that both end together, as measured) or 0 to 1; the same numbers but for the order of sums
+    cpu_experts: str = "off"
     drive: DriveConfig = field(default_factory=DriveConfig)
     # several drives, as [{folder: /mnt/a}, {folder: /mnt/b, rate_gib_s: 2}]; []: one, where the set-up writes anyway
     drives: list[DrivePlace] = field(default_factory=list)
     spread: Spread = Spread.split  # of experts over hw.drives
     rates: RatesConfig = field(default_factory=RatesConfig)
+
+    @property
+    def has_graphs(self) -> bool:
+        return self.graphs not in (False, "off")
+
+    @property
+    def token_limit_s(self) -> float | None:
+        """Seconds that the GPU waits within the graph of a whole token; None: there is no such graph."""
+        return self.graph_limit_s if self.graphs == "token" else None
 
 
 class CachePolicy(Enum):
@@ -335,6 +360,10 @@ class DeepseekConfig:
     arithmetic: Arithmetic = Arithmetic.auto
     replay: Replay = Replay.exact
     kernels: Kernels = Kernels.auto  # of arithmetic=reference
+    head: Head = Head.gpu  # cpu and auto are equal to it within fp32 sums, not bit for bit
+    head_share: float | None = (
+        None  # head=auto: share of the head's rows that the CPU takes; null: measured at the start
+    )
     fix_index_keys: bool = (
         False  # arithmetic=reference: at even positions its indexers read stale keys; true: own
     )
@@ -568,6 +597,11 @@ class SimulateConfig:
     host_us: float = 0.0  # the host's own work for a layer, before its experts are launched
     host_after_us: float = 0.0  # the same behind the launch, while a GPU computes
     token_us: float = 0.0  # what a token needs once
+    cpu_gib_s: float = 0.0  # at which the CPU computes experts in RAM beside a GPU; 0: it does not
+    cpu_us: float = 0.0  # to start it for a layer
+    ram_gib_s: float = 0.0  # of the RAM, for link, drives and CPU together; 0: enough for all
+    head_nbytes: int = 0  # of a head in RAM that a GPU reads for every token; 0: it is in token_us
+    head_cpu_gib_s: float = 0.0  # at which the CPU computes a part of it; 0: it does not
 
 
 @dataclass
@@ -698,6 +732,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.sampling.top_k": (0, 2**20),
     "model.sampling.min_p": (0, 1),
     "serve.max_batch": (1, 64),
+    "deepseek.head_share": (0, 1),
     "serve.replicas": (1, 1024),
     "hw.drive.window": (1, 64),
     "hw.drive.pieces": (1, 64),
@@ -712,6 +747,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "hw.reserve_gib": (0, 2**20),
     "hw.vram_reserve_gib": (0, 2**20),
     "hw.compute_threads": (0, 1024),
+    "hw.graph_limit_s": (0.01, 3600),
     "cache.ram_gib": (0, 2**20),
     "cache.vram_gib": (0, 2**20),
     "cache.sweep_experts": (1, 512),
@@ -754,6 +790,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "simulate.host_us": (0, 1e9),
     "simulate.host_after_us": (0, 1e9),
     "simulate.token_us": (0, 1e9),
+    "simulate.cpu_gib_s": (0, 1e5),
+    "simulate.cpu_us": (0, 1e9),
+    "simulate.ram_gib_s": (0, 1e5),
+    "simulate.head_nbytes": (0, 2**50),
+    "simulate.head_cpu_gib_s": (0, 1e5),
     "memory.window": (64, 2**24),
     "memory.sinks": (0, 64),
     "memory.budget": (1, 2**24),
@@ -792,6 +833,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "advise.situation.line_mbit": (0, 1e7),
     "max_tokens": (1, 2**24),
 }
+
+
+_GRAPHS = ("off", "segments", "token")
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
@@ -837,6 +881,7 @@ def load(cfg: DictConfig) -> RunConfig:
         _family_faults,
         _drafts_faults,
         _batch_faults,
+        _cpu_experts_faults,
         _weight_faults,
         _memory_faults,
         _stage_faults,
@@ -889,6 +934,8 @@ def _range_faults(run: RunConfig) -> Iterable[str]:
         yield f"advise.transport {run.advise.transport!r} is unknown: {known}"
     if run.hw.device not in ("auto", "cpu", "cuda"):
         yield f"hw.device {run.hw.device!r} is unknown: {nearest(run.hw.device, ('auto', 'cpu', 'cuda'))}"
+    if not isinstance(run.hw.graphs, bool) and run.hw.graphs not in _GRAPHS:
+        yield f"hw.graphs {run.hw.graphs!r} is unknown: {nearest(run.hw.graphs, ('true', 'false', *_GRAPHS))}"
     if run.spot_check.experts != "all" and not run.spot_check.experts.isdecimal():
         yield f"spot_check.experts must be a number or all, got {run.spot_check.experts!r}"
     if run.prompt is not None and not run.prompt.strip():
@@ -976,9 +1023,37 @@ def _batch_faults(run: RunConfig) -> Iterable[str]:
         yield "record=true writes the routes of one conversation at a time: leave out record or serve.max_batch"
 
 
+def _cpu_experts_faults(run: RunConfig) -> Iterable[str]:
+    wanted = run.hw.cpu_experts
+    if wanted == "off":
+        return
+    if wanted != "auto" and not _is_share(wanted):
+        yield f"hw.cpu_experts is off, auto or a share from 0 to 1, got {wanted!r}"
+    if run.model.family not in ("qwen", "deepseek"):
+        yield (
+            f"hw.cpu_experts is of models with FP4 experts, model={run.model.name} is of the family "
+            f"{run.model.family}: leave it out"
+        )
+    if run.hw.device == "cpu":
+        yield "hw.cpu_experts shares experts between GPU and CPU, and hw.device is cpu: leave out one of the two"
+    if run.serve.max_batch > 1:
+        yield "hw.cpu_experts is for one conversation at a time: leave out hw.cpu_experts or serve.max_batch"
+    if run.hw.graphs == "token":
+        yield "hw.cpu_experts needs the host between router and experts: leave it out, or set hw.graphs=true"
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False
+
+
 def _family_faults(run: RunConfig) -> Iterable[str]:
     if run.deepseek.arithmetic is not Arithmetic.reference:
         return
+    if run.deepseek.head is not Head.gpu:
+        yield "deepseek.head is of deepseek.arithmetic=native: leave out one of the two"
     if "patch" not in run.model.setup:
         yield (
             "deepseek.arithmetic=reference needs the release's own code, and "
@@ -988,6 +1063,8 @@ def _family_faults(run: RunConfig) -> Iterable[str]:
         yield "deepseek.replay=bounded is of deepseek.arithmetic=native: leave out one of the two"
     if run.drafts.enabled:
         yield "drafts are of deepseek.arithmetic=native: leave out drafts.enabled, or set that"
+    if run.hw.cpu_experts != "off":
+        yield "hw.cpu_experts is of deepseek.arithmetic=native: leave out hw.cpu_experts, or set that"
 
 
 def _weight_faults(run: RunConfig) -> Iterable[str]:

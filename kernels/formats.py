@@ -29,10 +29,15 @@ def _byte_table(device: torch.device) -> Tensor:
     )
 
 
+def every_byte() -> Tensor:
+    """Return the 256 bytes, for tables of what each stands for."""
+    return torch.arange(256, dtype=torch.uint8)
+
+
 @functools.cache
 def _e4m3_table(device: torch.device) -> Tensor:
     """[256] fp32: the value of each E4M3 byte."""
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)
+    return every_byte().view(torch.float8_e4m3fn).float().to(device)
 
 
 def nvfp4_values(codes: Tensor, scales: Tensor) -> Tensor:

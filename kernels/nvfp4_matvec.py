@@ -1,4 +1,4 @@
-"""Products with one NVFP4 matrix: one token on a GPU in Triton, everything else by the definition.
+"""Products with one NVFP4 matrix on a GPU: one token in Triton, several by a library once the matrix is widened.
 
 Definition: `reference.nvfp4_linear`.
 """
@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import reference
-from kernels.formats import NVFP4_GROUP, nvfp4_values
-from kernels.nvfp4_expert import BLOCK_GROUPS, BLOCK_ROWS, _has_cvt, _row_dots
+from kernels.formats import NVFP4_GROUP
+from kernels.nvfp4_expert import BLOCK_GROUPS, BLOCK_ROWS, _e2m1_pair, _e4m3, _has_cvt, _row_dots
 
 MAX_RUN = 4096  # scales that a program holds at once: fewer rows of a long matrix
-WIDENED_ROWS = 2048  # of a matrix that are widened at once for several tokens
+WIDENED_GROUPS = 128  # of one program of `nvfp4_widen`
 
 
 @triton.jit
@@ -31,6 +31,27 @@ def _nvfp4_matvec_kernel(
     tl.store(out + rows, dots * tl.load(global_scale), mask=rows < num_rows)
 
 
+@triton.jit
+def _widen_kernel(
+    codes, scales, out, num_groups, has_cvt: tl.constexpr, block_groups: tl.constexpr, group_size: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0).to(tl.int64) * block_groups + tl.arange(0, block_groups)
+    is_group = group < num_groups
+    byte = tl.arange(0, group_size // 2)
+    at = group[:, None] * (group_size // 2) + byte[None, :]
+    low, high = _e2m1_pair(
+        tl.load(codes + at, mask=is_group[:, None], other=0).to(tl.int32), has_cvt
+    )
+    values = tl.reshape(tl.join(low, high), [block_groups, group_size])
+    values *= _e4m3(tl.load(scales + group, mask=is_group, other=0))[:, None]
+    column = tl.arange(0, group_size)
+    tl.store(
+        out + group[:, None] * group_size + column[None, :],
+        values.to(out.dtype.element_ty),
+        mask=is_group[:, None],
+    )
+
+
 def linear(x: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:
     """Return x W^T for an NVFP4 matrix: sums in fp32, the global scale applied once.
 
@@ -40,12 +61,25 @@ def linear(x: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor) -> Te
         return reference.nvfp4_linear(x, codes, scales, global_scale)
     if x.shape[0] == 1:
         return nvfp4_matvec(x, codes, scales, global_scale)
-    out = torch.empty(x.shape[0], codes.shape[0], dtype=x.dtype, device=x.device)
-    for at in range(0, codes.shape[0], WIDENED_ROWS):
-        rows = slice(at, at + WIDENED_ROWS)
-        # a code times its scale has 5 significant bits: the narrow dtype loses nothing, sums are fp32
-        values = nvfp4_values(codes[rows], scales[rows]).to(x.dtype)
-        out[:, rows] = torch.mm(x, values.t(), out_dtype=torch.float32).mul_(global_scale)
+    # a code times its scale has 5 significant bits: the narrow dtype loses nothing, sums are fp32
+    values = nvfp4_widen(codes, scales, x.dtype)
+    product = torch.mm(x, values.t(), out_dtype=torch.float32)
+    return product.mul_(global_scale).to(x.dtype)
+
+
+def nvfp4_widen(
+    codes: Tensor, scales: Tensor, dtype: torch.dtype, has_cvt: bool | None = None
+) -> Tensor:
+    """Return `formats.nvfp4_values` in a 16-bit dtype, exact, in one launch: [N, K].
+
+    codes: [N, K/2] uint8.  scales: [N, K/16] float8_e4m3fn, none negative.  has_cvt: as for `nvfp4_matvec`.
+    """
+    out = torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype, device=codes.device)
+    _widen_kernel[(triton.cdiv(scales.numel(), WIDENED_GROUPS),)](
+        codes, scales.view(torch.uint8), out, scales.numel(),
+        has_cvt=_has_cvt(codes.device) if has_cvt is None else has_cvt, block_groups=WIDENED_GROUPS,
+        group_size=NVFP4_GROUP,
+    )  # fmt: skip
     return out
 
 

@@ -22,6 +22,19 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * gain).to(x.dtype)
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + D/2) in fp32 and round once.  x: [..., T, heads, D].  cos, sin: [T, D/2] fp32."""
+    half = x.shape[-1] // 2
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    a, b = x[..., :half].float(), x[..., half:].float()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, each rounded to the dtype of both."""
+    return F.silu(gate) * up
+
+
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Return x / sqrt(sum(x^2) + eps) over the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)

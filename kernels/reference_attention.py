@@ -1,4 +1,4 @@
-"""The attention layer of one decoded token in plain torch: the definitions of `attention_token`."""
+"""Attention of one decoded token in plain torch: the definitions of `attention_token`, and one of `dense_ops`."""
 
 from __future__ import annotations
 
@@ -76,3 +76,18 @@ def attend_token(
     attended = attention(q.unsqueeze(0), keys, values, visible.unsqueeze(0))
     gates = projected[:, : 2 * heads * head_dim].view(1, heads, 2 * head_dim)[..., head_dim:]
     out.copy_((attended * torch.sigmoid(gates)).flatten(1))
+
+
+def attend_span(
+    q: Tensor, keys: Tensor, values: Tensor, places: Tensor, span: Tensor, length: int
+) -> Tensor:
+    """Define `dense_ops.attend_span`: which of three queries a key meets is a matter of how many chunks lie between."""
+    first, end = span.tolist()
+    rows, repeat = slice(first, end), q.shape[1] // keys.shape[1]
+    if q.shape[0] == 1:
+        return attention(q, keys[rows], values[rows], None)
+    k, v = (part[rows].repeat_interleave(repeat, dim=1).float() for part in (keys, values))
+    chunk = places[rows] // length
+    case = (chunk[-1] - chunk).clamp(max=2)
+    scores = torch.einsum("nhd,nhd->hn", q[case].float(), k) * q.shape[-1] ** -0.5
+    return torch.einsum("hn,nhd->hd", scores.softmax(-1), v).unsqueeze(0).to(q.dtype)

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class CorePlan:
     reader_cpus: tuple[int, ...]  # efficiency cores first
     kind: str = ""  # of the decoding core, where a machine has more than one kind
     max_frequency_khz: int = 0  # of the decoding core; 0: not said
+    computing_cpus: tuple[int, ...] = ()  # of threads that compute beside the decoding one
 
 
 # ---- what there is ---------------------------------------------------------------------------------------------------
@@ -142,6 +143,13 @@ def assign(cores: Sequence[Core]) -> CorePlan | None:
     )
 
 
+def with_computing(plan: CorePlan) -> CorePlan:
+    """Take three quarters of the readers' CPUs, the last ones, for threads that compute; reading keeps one at least."""
+    readers = max(1, len(plan.reader_cpus) // 4)
+    cpus = plan.reader_cpus
+    return replace(plan, reader_cpus=cpus[:readers], computing_cpus=cpus[readers:])
+
+
 def _kind(core: Core, cores: Sequence[Core]) -> str:
     if len({(other.is_efficiency, other.capacity) for other in cores}) == 1:
         return ""
@@ -154,8 +162,10 @@ def describe(plan: CorePlan | None) -> str:
         return f"threads are not pinned: fewer than {MIN_PHYSICAL_CORES} physical cores"
     frequency = f"{plan.max_frequency_khz / 1e6:.1f} GHz" if plan.max_frequency_khz else ""
     what = ", ".join(filter(None, (plan.kind, frequency)))
-    others = len(plan.reader_cpus)
-    return f"decoding on core {plan.decode_cpu}{f' ({what})' if what else ''}, readers on {others} others"
+    others = f"readers on {len(plan.reader_cpus)} others"
+    if plan.computing_cpus:
+        others += f", computing on {len(plan.computing_cpus)} more"
+    return f"decoding on core {plan.decode_cpu}{f' ({what})' if what else ''}, {others}"
 
 
 # ---- pinning ---------------------------------------------------------------------------------------------------------

@@ -32,9 +32,11 @@ from runtime.drafts.opening import open_drafting
 from runtime.drafts.passes import Drafting
 from runtime.errors import ContextLengthError, UserError
 from runtime.experts.checks import Checksums
-from runtime.experts.copies import CudaCopier
+from runtime.experts.copies import Copier, CudaCopier
+from runtime.experts.cpu_share import Workers
 from runtime.experts.layer_slots import LayerSlots
 from runtime.experts.layout import ExpertKey, ExpertLayout
+from runtime.experts.paced import PacedCopier
 from runtime.experts.policies import CACHES
 from runtime.experts.routes import RouteHeader, RouteRecorder
 from runtime.experts.shared import SharedReads, share
@@ -43,6 +45,8 @@ from runtime.experts.spread import drive_configs, open_reader, spare_rows, sprea
 from runtime.experts.spread_reader import Copies
 from runtime.experts.streamer import ExpertSource, ExpertStreamer, ResidentExperts
 from runtime.experts.warm import WarmFile, WarmOwner
+from runtime.head_shares import HeadReport
+from runtime.models.token_graph import check_token_graph
 from runtime.sampling import SamplingParams
 from runtime.stats import ExpertCounters, Rates, TokenStats
 from runtime.text import TextCodec
@@ -132,6 +136,27 @@ def _plan_vram(
     return plan
 
 
+def _check_graphs(config: RunConfig, family: Any, device: torch.device) -> None:
+    """Refuse one graph per token where it cannot be. Raises UserError."""
+    if config.hw.token_limit_s is None or device.type == "cpu":
+        return
+    if not family.HAS_TOKEN_GRAPH:
+        raise UserError(
+            f"hw.graphs=token is not made for models of the family {config.model.family}",
+            "leave out hw.graphs",
+        )
+    check_token_graph(config.serve.max_batch)
+
+
+def check_cpu_experts(config: RunConfig, device: torch.device) -> None:
+    """Refuse to share experts between a CPU and itself."""
+    if config.hw.cpu_experts != "off" and device.type == "cpu":
+        raise UserError(
+            "hw.cpu_experts shares experts between GPU and CPU, and this run has no GPU",
+            "leave out hw.cpu_experts: the CPU computes all experts",
+        )
+
+
 def load_family(name: str) -> Any:
     """Return the module of a model family, `runtime/models/<name>.py`."""
     return importlib.import_module(f"runtime.models.{name}")
@@ -195,13 +220,15 @@ class Engine:
         core_plan = None
         if device.type == "cuda" and config.hw.pin_threads:
             core_plan = cores.assign(cores.read_topology())
+            if core_plan is not None and config.hw.cpu_experts != "off":
+                core_plan = cores.with_computing(core_plan)
             log.info("%s", cores.describe(core_plan))
         if core_plan is None:
-            return cls._open(config, files, is_resident, device, None)
+            return cls._open(config, files, is_resident, device, None, ())
         # threads inherit the mask: those that read and load start here
         before = cores.pin_current_thread(core_plan.reader_cpus)
         try:
-            engine = cls._open(config, files, is_resident, device, before)
+            engine = cls._open(config, files, is_resident, device, before, core_plan.computing_cpus)
         except BaseException:
             cores.pin_current_thread(before)
             raise
@@ -217,11 +244,14 @@ class Engine:
         is_resident: bool,
         device: torch.device,
         cpus: frozenset[int] | None,
+        computing_cpus: Sequence[int],
     ) -> Self:
+        check_cpu_experts(config, device)
         dtype = hardware.resolve_dtype(config.hw.dtype, device)
         family = load_family(config.model.family)
         spec = family.read_spec(files.snapshot)
         family.check_support(spec, config, device)
+        _check_graphs(config, family, device)
         layout = family.expert_layout(spec, files)
         spread = spread_of(layout, files.mirror, files.snapshot)
         spares = spare_rows(spread, config.hw, layout.record_nbytes)
@@ -266,6 +296,7 @@ class Engine:
                 spares,
                 make_cache=CACHES[config.cache.policy],
                 least_rows=sizes.top_k + ahead_rows,
+                limit_s=config.hw.token_limit_s if has_gpu else None,
             )
         try:
             if vram_plan is not None:
@@ -276,14 +307,20 @@ class Engine:
                         cache_rows=experts.cache.num_rows,
                         sweep_rows=experts.max_hold,
                     )
-                copier = CudaCopier(vram_plan.slots, experts.record_nbytes, device)
+                copies_bytes = CudaCopier(vram_plan.slots, experts.record_nbytes, device)
+                is_paced = config.hw.token_limit_s is not None
+                copier: Copier = PacedCopier(copies_bytes) if is_paced else copies_bytes
                 if family.IS_DENSE:
                     experts = LayerSlots(experts, copier, spec.num_experts, vram_plan.passing_slots)
                 else:
-                    copies = config.prefetch.copy
+                    copies, records = config.prefetch.copy, experts.records
                     experts = SlotExperts(
                         experts, copier, spec.num_layers, sizes.top_k, copies, family.READS_IN_PLACE
                     )
+                    if config.hw.cpu_experts != "off":
+                        threads = hardware.compute_threads(config.hw.compute_threads)
+                        threads = len(computing_cpus) + 1 if computing_cpus else threads
+                        experts.workers = Workers(computing_cpus, threads, records)
             shared = share(experts) if config.serve.max_batch > 1 else None
             source = shared or experts
             model = family.open_model(spec, files, layout, source, config, device, dtype)
@@ -398,6 +435,11 @@ class Engine:
             rows.wait_ns,
             self.model.device_wait_ns,
         )
+
+    def head_report(self) -> HeadReport | None:
+        """Return how the head is shared between CPU and GPU; None where one of them has all of it."""
+        split = getattr(self.model, "head_split", None)
+        return None if split is None else split.report()
 
     def _read_nbytes(self) -> int:
         """Return the running total of what was read from the drive."""

@@ -62,8 +62,15 @@ class RowRequest:
 class RowReader:
     """`request` as soon as the ids are known, `collect` when the rows are needed."""
 
-    def __init__(self, table: RowTable, reader: DirectReader, cache_rows: int) -> None:
-        self.table = table
+    def __init__(
+        self,
+        table: RowTable,
+        reader: DirectReader,
+        cache_rows: int,
+        limit_s: float | None = None,
+    ) -> None:
+        """limit_s: `collect` raises DeviceError when the drive gives nothing for that long; None: it waits."""
+        self.table, self._limit_s = table, limit_s
         self._reader = reader
         self._cache_rows = cache_rows
         self._cache: OrderedDict[int, bytes] = OrderedDict()
@@ -94,7 +101,7 @@ class RowReader:
         if request.job is not None:
             started = time.perf_counter_ns()
             while not request.job.is_done:
-                next_arrival(self._done)
+                next_arrival(self._done, self._limit_s)
             self.wait_ns += time.perf_counter_ns() - started
             if request.job.error is not None:
                 raise request.job.error

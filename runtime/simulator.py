@@ -1,8 +1,9 @@
 """Replay a route through the real streamer, cache, read queue and VRAM slots, with a clock instead of a machine.
 
 Real: who is in which row and slot, who goes, which piece is read next, which guesses are issued, taken back or wasted,
-which waves come when. Modelled: how long a read, a copy and a computation take (`Machine`). Reads, copies, kernels and
-the host's own work overlap as they do in life; nothing varies, so the same input gives the same output.
+which waves come when, which experts the CPU computes beside a GPU. Modelled: how long a read, a copy and a computation
+take (`Machine`). Reads, copies, kernels and the host's own work overlap as they do in life; nothing varies, so the same
+input gives the same output.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from runtime.experts.routes import Kind, RouteHeader, RouteTrace, Step
 from runtime.experts.schedule import ReadJob, ReadQueue, cut_spans
 from runtime.experts.slots import SlotExperts, passing_slots
 from runtime.experts.streamer import ExpertStreamer, Reader, Wave
+from runtime.simulated_share import SimulatedShare
 from runtime.simulated_spread import DriveSet, SimulatedSpreadReader
 from runtime.stats import TokenStats
 from runtime.units import GIB, PAGE_NBYTES, align_up
@@ -52,6 +54,30 @@ class Machine:
     host_after_ms: float = 0.0  # its work behind a layer's launches, while a GPU computes
     token_ms: float = 0.0  # the head, sampling, whatever a token needs once
     drives_gib_s: tuple[float, ...] = ()  # of each of several drives; empty: there is one
+    cpu_gib_s: float = 0.0  # at which the CPU computes experts in RAM beside a GPU; 0: it does not
+    cpu_ms: float = 0.0  # to start it for a layer
+    ram_gib_s: float = 0.0  # of the RAM, for link, drives and CPU together; 0: enough for all
+    head_nbytes: int = 0  # of a head in RAM, that every token reads; 0: in token_ms
+    head_cpu_gib_s: float = 0.0  # at which the CPU computes it; 0: it does not
+
+    @property
+    def from_ram_gib_s(self) -> float:
+        """The link, when a kernel reads RAM in place."""
+        return self.in_place_gib_s or self.link_gib_s
+
+    @property
+    def head_s(self) -> float:
+        """Seconds of the head: CPU and link begin together, and end together; no drive is at work then."""
+        if not self.head_nbytes:
+            return 0.0
+        cpu = self.beside(self.from_ram_gib_s, self.head_cpu_gib_s)
+        return self.head_nbytes / ((self.from_ram_gib_s + cpu) * GIB)
+
+    def beside(self, taken_gib_s: float, wanted_gib_s: float) -> float:
+        """Return what a CPU that wants to read RAM at a rate gets of it beside others."""
+        if not self.ram_gib_s:
+            return wanted_gib_s
+        return max(0.0, min(wanted_gib_s, self.ram_gib_s - taken_gib_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,11 +378,11 @@ class Gpu:
         self.slots: Any = _Slots(num_slots)
         self._clock, self._machine = clock, machine
         self._link_s = record_nbytes / (machine.link_gib_s * GIB)
-        self._in_place_s = record_nbytes / ((machine.in_place_gib_s or machine.link_gib_s) * GIB)
+        self._in_place_s = record_nbytes / (machine.from_ram_gib_s * GIB)
         self._vram_s = record_nbytes / (machine.vram_gib_s * GIB) if machine.vram_gib_s else 0.0
         self.computed_at = 0.0  # when all that is launched has run
         self._copied_at = 0.0
-        self._link_free_at = 0.0
+        self.link_free_at = 0.0
         self._copies_from = 0.0
 
     def compute(self, seconds: float) -> None:
@@ -368,16 +394,16 @@ class Gpu:
             place: Any = record
             start = max(self.computed_at, self._clock.now)
             if place == "ram":  # read in place, over the link
-                start = max(start, self._link_free_at)
+                start = max(start, self.link_free_at)
                 self.computed_at = start + max(least, self._in_place_s)
-                self._link_free_at = start + self._in_place_s
+                self.link_free_at = start + self._in_place_s
             else:
                 self.computed_at = start + max(least, self._vram_s)
 
     def copy(self, slot: int, record: Any) -> None:
         del slot, record
-        start = max(self._link_free_at, self._copies_from, self._clock.now)
-        self._copied_at = self._link_free_at = start + self._link_s
+        start = max(self.link_free_at, self._copies_from, self._clock.now)
+        self._copied_at = self.link_free_at = start + self._link_s
 
     def mark(self) -> float:
         return self._copied_at
@@ -457,6 +483,10 @@ class Simulation:
                 copies,
                 setting.reads_in_place,
             )
+            if machine.cpu_gib_s:
+                self.slots.share = SimulatedShare(
+                    self.clock, self.gpu, machine, setting.reads_in_place, header
+                )
         self.counters = self.streamer.counters
         self._device_wait_s = 0.0
         self._requests = 0
@@ -511,7 +541,7 @@ class Simulation:
         if self.gpu is None:
             self.clock.pass_by(self.machine.token_ms / 1e3)
         else:
-            self.gpu.compute(self.machine.token_ms / 1e3)
+            self.gpu.compute(self.machine.token_ms / 1e3 + self.machine.head_s)
             self._wait_for(self.gpu)
         spent = self.counters.since(before)
         return TokenStats(
@@ -536,6 +566,8 @@ class Simulation:
         gpu.compute(self.machine.layer_ms / 1e3)  # behind the experts of the layer before
         self._wait_for(gpu)  # the host needs the route
         self.clock.pass_by(self.machine.host_ms / 1e3)
+        if self.slots.share is not None:
+            self.slots.share.arm()
         for wave in self.slots.waves(step.layer, step.experts, step.guesses):
             gpu.compute_experts(wave)
         self.clock.pass_by(self.machine.host_after_ms / 1e3)

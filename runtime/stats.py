@@ -35,6 +35,8 @@ class ExpertCounters:
     wasted_nbytes: int = 0
     copied_nbytes: int = 0
     wait_ns: int = 0
+    cpu_experts: int = 0  # hits that the CPU computed beside a GPU
+    cpu_ns: int = 0  # that it took for them
 
     @property
     def lookups(self) -> int:
@@ -118,6 +120,8 @@ class RunSummary:
     rates: Rates = field(default_factory=Rates)
     peak_rss_nbytes: int = 0
     peak_vram_nbytes: int = 0
+    cpu_experts_per_token: float = 0.0  # computed beside a GPU
+    cpu_ms_per_token: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -190,7 +194,14 @@ def summarize(
         rates=rates,
         peak_rss_nbytes=peak_rss_nbytes,
         peak_vram_nbytes=peak_vram_nbytes,
+        cpu_experts_per_token=total.cpu_experts / n,
+        cpu_ms_per_token=total.cpu_ns / 1e6 / n,
     )
+
+
+def format_cpu(s: RunSummary) -> str:
+    """Return the line about experts that the CPU computed beside a GPU."""
+    return f"CPU: {s.cpu_experts_per_token:.1f} experts per token in {s.cpu_ms_per_token:.2f} ms beside the GPU"
 
 
 def format_summary(s: RunSummary) -> str:
@@ -215,6 +226,8 @@ def format_summary(s: RunSummary) -> str:
         lines.append(f"drafts: {s.tokens_per_pass:.2f} tokens per pass of the model")
     if c.early_issued:
         lines.append(f"early copies {c.early_issued}, used {c.early_used}")
+    if s.cpu_experts_per_token:
+        lines.append(format_cpu(s))
     if s.floor_ms:
         pcie = f", PCIe {s.rates.pcie_gib_s:.1f}" if s.rates.pcie_gib_s else ""
         vram = f", VRAM {format_nbytes(s.peak_vram_nbytes)}" if s.peak_vram_nbytes else ""

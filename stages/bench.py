@@ -105,6 +105,7 @@ def measure(engine: Engine, config: BenchConfig) -> Bench:
         drafted,
         sum(joules) / num_tokens if joules else None,
         engine.config.serve.max_batch,
+        engine.head_report(),
     )
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import RunConfig
-from runtime.stats import Rates, RunSummary, TokenStats
+from runtime.head_shares import HeadReport, format_head
+from runtime.stats import Rates, RunSummary, TokenStats, format_cpu
 from runtime.units import MIB, format_nbytes
 
 log = logging.getLogger("stages")
@@ -27,6 +28,7 @@ GROUPS = (
     "cache",
     "prefetch",
     "drafts",
+    "deepseek",
     "serve",
     "bench",
 )  # of the config: what a speed depends on
@@ -81,6 +83,7 @@ class Bench:
     drafted: Drafted | None = None  # None: decoded without drafts
     joules_per_token: float | None = None  # None: no GPU, or one that does not count
     conversations: int = 1  # decoded together
+    head: HeadReport | None = None  # None: computed by CPU or GPU alone
 
     @property
     def is_repeatable(self) -> bool:
@@ -204,12 +207,16 @@ def format_report(bench: Bench) -> str:
     if bench.drafted is not None:
         drafts = format_drafts(bench.drafted, bench.repeats, bench.total)
     together = [format_together(bench)] if bench.conversations > 1 else []
+    cpu = [format_cpu(bench.total)] if bench.total.cpu_experts_per_token else []
+    head = [format_head(bench.head)] if bench.head is not None else []
     return "\n".join(
         (
             format_table(HEADER, table_rows(summaries, bench.total)),
             LEGEND,
             *drafts,
             *together,
+            *cpu,
+            *head,
             format_prompt([repeat.prompt for repeat in bench.repeats]),
             format_rates(bench.rates),
             bench.plan,
@@ -237,6 +244,7 @@ def document(bench: Bench, cfg: RunConfig, folder: Path) -> dict[str, Any]:
         "is_repeatable": bench.is_repeatable,
         "joules_per_token": bench.joules_per_token,
         "conversations": bench.conversations,
+        "head": None if bench.head is None else asdict(bench.head),
         "drafted": None if bench.drafted is None else _drafted(bench.drafted),
         "repeats": [_repeat(repeat) for repeat in bench.repeats],
         "total": bench.total.to_dict(),

@@ -219,7 +219,7 @@ def open_store(cfg: RunConfig, inputs: Mapping[str, Output], engine: Engine) -> 
         "pieces": engine.prefill_tokens,
         "device": str(engine.device.type),
         "dtype": cfg.hw.dtype,
-        "graphs": cfg.hw.graphs,
+        "graphs": cfg.hw.has_graphs,
         "drafts": cfg.drafts.enabled,
         "deepseek": str(cfg.deepseek),
         "state": {name: str(tensor.dtype) for name, tensor in state.items()},

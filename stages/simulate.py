@@ -88,6 +88,11 @@ def machine_of(cfg: RunConfig) -> Machine:
             "set hw.drive.simulate_gib_s=8.2 (GiB/s), or simulate_gib_s of each of hw.drives, and "
             "hw.drive.simulate_latency_us if it matters",
         )
+    if (simulate.head_nbytes or simulate.cpu_gib_s) and not simulate.link_gib_s:
+        raise UserError(
+            "simulate.head_nbytes and simulate.cpu_gib_s are of a machine with a GPU",
+            "set simulate.link_gib_s=26.6 (GiB/s from RAM to the GPU), or leave them out",
+        )
     return Machine(
         drive_gib_s=sum(rates),
         latency_us=drive.simulate_latency_us,
@@ -102,6 +107,11 @@ def machine_of(cfg: RunConfig) -> Machine:
         host_after_ms=simulate.host_after_us / 1e3,
         token_ms=simulate.token_us / 1e3,
         drives_gib_s=tuple(rates) if cfg.hw.drives else (),
+        cpu_gib_s=simulate.cpu_gib_s,
+        cpu_ms=simulate.cpu_us / 1e3,
+        ram_gib_s=simulate.ram_gib_s,
+        head_nbytes=simulate.head_nbytes,
+        head_cpu_gib_s=simulate.head_cpu_gib_s,
     )
 
 
@@ -237,12 +247,12 @@ def format_inputs(cfg: RunConfig, setting: Setting) -> list[str]:
     ]
     if machine.link_gib_s:
         way = "read in place" if setting.reads_in_place else "copied to slots"
-        in_place = machine.in_place_gib_s or machine.link_gib_s
         vram = f"{machine.vram_gib_s:g} GiB/s" if machine.vram_gib_s else "in no time"
         lines.append(
-            f"link: copies {machine.link_gib_s:g} GiB/s, in place {in_place:g}; experts in RAM are {way}; from VRAM "
-            f"{vram}"
+            f"link: copies {machine.link_gib_s:g} GiB/s, in place {machine.from_ram_gib_s:g}; experts in RAM are "
+            f"{way}; from VRAM {vram}"
         )
+        lines += format_cpu_inputs(machine)
     lines.append(
         f"times: a layer beside its experts {sim.layer_us:g} us, an expert at least {sim.expert_us:g}, host "
         f"{sim.host_us:g} before a layer's experts and {sim.host_after_us:g} behind their launch, once a token "
@@ -254,6 +264,23 @@ def format_inputs(cfg: RunConfig, setting: Setting) -> list[str]:
             f"{sim.best_two:g}, seed {cfg.bench.seed}"
         )
     lines.append(f"not counted: {cfg.bench.warmup_tokens} tokens that warm the cache")
+    return lines
+
+
+def format_cpu_inputs(machine: Machine) -> list[str]:
+    """Return what was assumed of the CPU beside a GPU, and of a head in RAM."""
+    ram = f"{machine.ram_gib_s:g} GiB/s for all" if machine.ram_gib_s else "enough for all"
+    lines = []
+    if machine.cpu_gib_s:
+        lines.append(
+            f"CPU: experts in RAM at {machine.cpu_gib_s:g} GiB/s or what link and drive leave, "
+            f"{machine.cpu_ms * 1e3:g} us to start for a layer; RAM gives {ram}"
+        )
+    if machine.head_nbytes:
+        lines.append(
+            f"head: {format_nbytes(machine.head_nbytes)} in RAM, over the link at {machine.from_ram_gib_s:g} GiB/s, by "
+            f"the CPU at {machine.head_cpu_gib_s:g}, RAM gives {ram}: {machine.head_s * 1e3:.1f} ms"
+        )
     return lines
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from blake3 import blake3
 
-from runtime.errors import UserError, VerificationError
+from runtime.errors import DeviceError, UserError, VerificationError
 from runtime.experts.layout import (
     CHECKSUM_NBYTES,
     CHECKSUMS_NAME,
@@ -148,12 +148,22 @@ class TimedArrivals(Protocol):
         """Raise queue.Empty when nothing has come for `timeout` seconds."""
 
 
-def next_arrival(arrivals: TimedArrivals) -> ReadJob:
-    """Wait for a read, however long it takes; say so every `SILENT_S` in which nothing comes."""
+def next_arrival(arrivals: TimedArrivals, limit_s: float | None = None) -> ReadJob:
+    """Wait for a read, however long it takes; say so every `SILENT_S` in which nothing comes.
+
+    limit_s: raise DeviceError when nothing has come for that long.
+    """
     started = time.monotonic()
     while True:
+        left = SILENT_S if limit_s is None else started + limit_s - time.monotonic()
         try:
-            return arrivals.get(timeout=SILENT_S)
+            return arrivals.get(timeout=max(0.0, min(SILENT_S, left)))
         except Empty:
+            if left <= SILENT_S and limit_s is not None:
+                raise DeviceError(
+                    f"the drive has given nothing for {limit_s:g} s, which is as long as the GPU waits with "
+                    "hw.graphs=token",
+                    "see the kernel log (dmesg), raise hw.graph_limit_s, or set hw.graphs=true, which waits",
+                ) from None
             waited = format_duration(time.monotonic() - started)
             log.warning("the drive has given nothing for %s: still waiting (see dmesg)", waited)

@@ -84,6 +84,10 @@ class CudaCopier:
     def synchronize(self, mark: torch.cuda.Event) -> None:
         mark.synchronize()
 
+    def is_reached(self, mark: torch.cuda.Event) -> bool:
+        """Whether the mark is reached, without waiting."""
+        return bool(mark.query())
+
     def _next_event(self) -> torch.cuda.Event:
         self._turn = (self._turn + 1) % NUM_EVENTS
         return self._events[self._turn]

@@ -11,13 +11,14 @@ may be written again: that wait is the event of the last reader.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from runtime.experts.cache import ExpertCache
 from runtime.experts.copies import Copier
+from runtime.experts.cpu_share import CpuShare, Workers
 from runtime.experts.frequency import KeptExperts
 from runtime.experts.in_front import InFront
 from runtime.experts.layout import ExpertKey
@@ -68,7 +69,7 @@ class SlotExperts(InFront):
         reads_in_place: experts in RAM are yielded where they are; else each is copied to a slot first.
         """
         self.source = source
-        self._copier, self._early_copies = copier, early_copies
+        self.copier, self.early_copies = copier, early_copies
         self._num_layers = num_layers
         self._nbytes = source.record_nbytes
         self._batch_slots = batch_slots(self._nbytes)
@@ -80,6 +81,8 @@ class SlotExperts(InFront):
             raise ValueError(f"{len(copier.slots)} slots, at least {self._num_passing} are needed")
         self._slots = list(copier.slots.unbind(0))
         self.listener: RouteListener | None = None
+        self.workers: Workers | None = None  # who may compute experts in RAM beside the GPU
+        self.share: CpuShare | None = None  # of those experts, the CPU's
         self._make_books()
 
     def _make_books(self) -> None:
@@ -99,7 +102,8 @@ class SlotExperts(InFront):
     def waves(self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()) -> Iterator[Wave]:
         """Yield a layer's experts in lists, as `ExpertSource.waves`; each is launched before the next is asked for.
 
-        What is launched after a list was yielded runs when its records are there.
+        What is launched after a list was yielded runs when its records are there. Experts that the CPU computes are in
+        no list: when the lists are through, `share` has their rows.
         """
         # what stands before the first wave keeps the GPU waiting
         if self.listener is not None:
@@ -130,18 +134,27 @@ class SlotExperts(InFront):
             passing.demote(key)
         arrivals = self.source.waves(layer, elsewhere, self._absent(layer + 1, guesses))
         in_ram = next(arrivals)
+        on_cpu: Wave = []
+        if self.share is not None:
+            first = layer * KEY_STRIDE
+            on_cpu, in_ram = self.share.take(
+                in_ram, lambda expert: self._kept.is_worth_keeping(first + expert)
+            )
         copied: list[tuple[Wave, Any]] = []
         if in_ram:
             copied, in_ram = self._copy(layer, in_ram)
         # also when no guess was right: behind this layer all early copies are done
         if self._early_mark is not None:
-            self._copier.wait(self._early_mark)
+            self.copier.wait(self._early_mark)
             self._early_mark = None
         if here or in_ram:
             yield here + in_ram
         self.counters.vram_hits += len(here)
         self.counters.copied_nbytes += len(in_ram) * self._nbytes
         yield from self._when_copied(copied)
+        if on_cpu:
+            arrivals = chain([next(arrivals, [])], arrivals)  # guesses are asked for before
+            self._compute(layer, ids, on_cpu)
         for wave in filter(None, arrivals):
             others = wave
             if not self._reads_in_place:
@@ -150,10 +163,16 @@ class SlotExperts(InFront):
             if others:
                 self.counters.copied_nbytes += len(others) * self._nbytes
                 yield others
-        if self._early_copies and layer + 1 < self._num_layers:
+        if self.early_copies and layer + 1 < self._num_layers:
             self._copy_ahead(layer + 1, guesses)
         if self.kept_slots:
             self._keep([layer * KEY_STRIDE + expert for expert in ids])
+
+    def _compute(self, layer: int, ids: Sequence[int], on_cpu: Wave) -> None:
+        """Compute on the CPU while the GPU has what was launched."""
+        assert self.share is not None
+        self.counters.cpu_ns += self.share.run(layer, ids, on_cpu)
+        self.counters.cpu_experts += len(on_cpu)
 
     def _keep(self, route: Sequence[int]) -> None:
         """Count a layer's uses, and keep those of its experts in passing slots that are used often.
@@ -199,38 +218,43 @@ class SlotExperts(InFront):
             self._passing.pin(key)
             self._pinned.append(key)
             slot = self._slot_of_row[row]
-            self._copier.copy(slot, record)
+            self.copier.copy(slot, record)
             copied.append((expert, self._slots[slot]))
             if not self._reads_in_place:  # large records: one is computed while the next is copied
-                launches.append((copied, self._copier.mark()))
+                launches.append((copied, self.copier.mark()))
                 copied = []
         self.counters.copied_nbytes += (len(records) - len(others)) * self._nbytes
         if copied:
-            launches.append((copied, self._copier.mark()))
+            launches.append((copied, self.copier.mark()))
         return launches, others
 
     def _when_copied(self, launches: Iterable[tuple[Wave, Any]]) -> Iterator[Wave]:
         for wave, mark in launches:
-            self._copier.wait(mark)
+            self.copier.wait(mark)
             yield wave
 
     def _copy_ahead(self, layer: int, guesses: Iterable[int]) -> None:
         """Copy the first few guesses that are in RAM and in no slot, behind what the layer before launched."""
-        absent = list(islice(self._absent(layer, guesses), self._early_copies))
+        absent = list(islice(self._absent(layer, guesses), self.early_copies))
         found = self.source.ahead(layer, absent)
         if not found:
             return
-        self._copier.follow(self._copier.launched())  # required before speculative
+        self.copier.follow(self.copier.launched())  # required before speculative
         for expert, record in found:
             key = layer * KEY_STRIDE + expert
             row = self._passing.admit(key)
             if row is None:
                 break
             self._early.add(key)
-            self._copier.copy(self._slot_of_row[row], record)
+            self.copier.copy(self._slot_of_row[row], record)
             self.counters.early_issued += 1
             self.counters.copied_nbytes += self._nbytes
-        self._early_mark = self._copier.mark()
+        self._early_mark = self.copier.mark()
+
+    def rehearse(self, records: Sequence[Tensor]) -> None:
+        """Copy records to slots that nothing is in yet, a route at most: to measure how long that takes."""
+        for slot, record in zip(self._slot_of_row, records, strict=False):
+            self.copier.copy(slot, record)
 
     def _release(self) -> None:
         for key in self._pinned:
@@ -252,31 +276,31 @@ class SlotExperts(InFront):
         if self.listener is not None:
             self.listener.swept(layer, ids)
         if self._early_mark is not None:
-            self._copier.synchronize(self._early_mark)
+            self.copier.synchronize(self._early_mark)
         # the passing slots are the prompt's now
         self._early, self._early_mark = set(), None
         self._make_passing()
-        self._copier.follow(self._copier.launched())
+        self.copier.follow(self.copier.launched())
         size = self.batch_experts
         records = self.source.sweep(layer, ids, hold=size)
         read: list[Any] = [None, None]  # marks behind the launches that read each half of the slots
         for number, start in enumerate(range(0, len(ids), size)):
             half = number % 2
             if read[half] is not None:
-                self._copier.follow(read[half])
+                self.copier.follow(read[half])
             wave = []
             for place, expert in enumerate(ids[start : start + size]):
                 found, record = next(records)
                 assert found == expert
                 slot = self._slot_of_row[half * self._batch_slots + place]
-                self._copier.copy(slot, record)
+                self.copier.copy(slot, record)
                 wave.append((expert, self._slots[slot]))
             self.counters.copied_nbytes += len(wave) * self._nbytes
-            mark = self._copier.mark()
-            self._copier.wait(mark)
+            mark = self.copier.mark()
+            self.copier.wait(mark)
             yield wave
-            read[half] = self._copier.launched()
-            self._copier.synchronize(mark)  # the source may take its records back
+            read[half] = self.copier.launched()
+            self.copier.synchronize(mark)  # the source may take its records back
         assert next(records, None) is None
 
     # ---- the rest of an ExpertSource ----------------------------------------------------------------------------

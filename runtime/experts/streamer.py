@@ -185,6 +185,7 @@ class ExpertStreamer:
         spare_rows: int = 0,
         *,
         least_rows: int = 1,
+        limit_s: float | None = None,
         make_cache: Callable[[int], ExpertCache[ExpertKey]] = ExpertCache,
         make_arena: Callable[[int, int], Arena] | None = None,
         arrivals: Arrivals | None = None,
@@ -195,6 +196,7 @@ class ExpertStreamer:
         ahead_rows: how many rows `ahead` may keep from eviction; the route must find room beside them.  checksums: to
         compare each expert with on its first read; None: not.  spare_rows: for records that a stalled drive may still
         write to the old memory of.  least_rows: what a token needs at once; `pin` may shrink the cache to it.
+        limit_s: a decoded token raises DeviceError when the drive gives nothing for that long; None: it waits.
         The rest is for the simulator, which brings another cache, no memory, and a clock of its own. A `ChildReader` is
         asked for the arrivals too, and shares the rows.
         """
@@ -213,6 +215,7 @@ class ExpertStreamer:
         self._checksums = checksums
         self._least_rows = least_rows
         self._make_cache, self._clock_ns = make_cache, clock_ns
+        self._limit_s = limit_s
         self.cache = make_cache(cache_rows)
         self._keys = [
             [ExpertKey(i, e) for e in range(layout.num_experts)] for i in range(layout.num_layers)
@@ -239,6 +242,11 @@ class ExpertStreamer:
     @property
     def record_nbytes(self) -> int:
         return self._arena.row_nbytes
+
+    @property
+    def records(self) -> Sequence[Tensor]:
+        """The rows of RAM, whatever is in them: to measure with, before anything is read."""
+        return self._arena.records
 
     @property
     def max_hold(self) -> int:
@@ -368,7 +376,7 @@ class ExpertStreamer:
         row = self._admit(key)
         while row is None:
             # every row is pinned or in flight: a guess is being read into the last one
-            self._wait_for_any()
+            self._wait_for_any(self._limit_s)
             row = self._admit(key)
         self._jobs[key] = job = self._submit(key, row, is_required)
         return job
@@ -400,7 +408,7 @@ class ExpertStreamer:
                     raise error
             if landed:
                 return landed
-            self._settle_one(self._get_arrival())
+            self._settle_one(self._get_arrival(self._limit_s))
 
     # ---- guesses ----------------------------------------------------------------------------------------------
 
@@ -560,11 +568,14 @@ class ExpertStreamer:
         assert not self.cache.is_in_flight(key), f"{key} was yielded before it landed"
         return self._arena.records[row]
 
-    def _get_arrival(self) -> ReadJob:
+    def _get_arrival(self, limit_s: float | None = None) -> ReadJob:
         started, arrivals = self._clock_ns(), self._arrivals
-        job = next_arrival(arrivals) if isinstance(arrivals, TIMED) else arrivals.get()
-        self.counters.wait_ns += self._clock_ns() - started
-        return job
+        try:
+            if isinstance(arrivals, TIMED):
+                return next_arrival(arrivals, limit_s)
+            return arrivals.get()
+        finally:
+            self.counters.wait_ns += self._clock_ns() - started
 
     def _settle_one(self, job: ReadJob) -> None:
         """Enter one finished read into the book."""
@@ -610,9 +621,9 @@ class ExpertStreamer:
         while not self._arrivals.empty():
             self._settle_one(self._arrivals.get())
 
-    def _wait_for_any(self) -> None:
+    def _wait_for_any(self, limit_s: float | None = None) -> None:
         assert self._jobs, "every cache row is pinned: cache_rows is below the route's length"
-        self._settle_one(self._get_arrival())
+        self._settle_one(self._get_arrival(limit_s))
 
     def _wait_for(self, job: ReadJob) -> None:
         while not job.is_done or self._jobs.get(job.key) is job:  # type: ignore[call-overload]
@@ -662,6 +673,11 @@ class ResidentExperts:
     @property
     def record_nbytes(self) -> int:
         return self._arena.row_nbytes
+
+    @property
+    def records(self) -> Sequence[Tensor]:
+        """The rows of RAM, whatever is in them: to measure with, before anything is read."""
+        return self._arena.records
 
     @property
     def max_hold(self) -> int:

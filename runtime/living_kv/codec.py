@@ -36,16 +36,24 @@ class Codec(NamedTuple):
         return self.layers * per_layer
 
     def encode(self, keys: Tensor, values: Tensor) -> bytes:
-        """keys, values: [L, n, H, D], any float dtype.  Returns the payload."""
+        """keys, values: [L, n, H, D], any float dtype.  Returns the payload of one block."""
+        raw: bytes = self.encode_blocks(keys, values, 1).cpu().numpy().tobytes()
+        return raw
+
+    def encode_blocks(self, keys: Tensor, values: Tensor, count: int) -> Tensor:
+        """Encode blocks that follow each other, where they are.
+
+        keys, values: [L, count * n, H, D], any float dtype.  Returns the payloads [count, nbytes] uint8.
+        """
+        keys, values = (x.unflatten(1, (count, -1)).transpose(0, 1) for x in (keys, values))
         if self.name in ("fp16", "fp32"):
             dtype = torch.float16 if self.name == "fp16" else torch.float32
             parts = [keys.to(dtype), values.to(dtype)]
         else:
-            k_axis = 1 if self.name == "k8c_v8t" else 3
-            parts = [*_quantize(keys.float(), k_axis), *_quantize(values.float(), 3)]
-        flat = [p.contiguous().view(self.layers, -1).view(torch.uint8) for p in parts]
-        raw: bytes = torch.cat(flat, dim=1).cpu().numpy().tobytes()
-        return raw
+            k_axis = 2 if self.name == "k8c_v8t" else 4
+            parts = [*_quantize(keys.float(), k_axis), *_quantize(values.float(), 4)]
+        flat = [p.contiguous().view(count, self.layers, -1).view(torch.uint8) for p in parts]
+        return torch.cat(flat, dim=2).flatten(1)
 
     def decode(self, payload: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """payload: uint8, its first bytes are a block's.  Returns keys, values [L, n, H, D] fp32."""

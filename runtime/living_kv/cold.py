@@ -41,9 +41,7 @@ class ColdBlocks:
     def put(self, number: int, payload: bytes) -> None:
         """Keep a block that was just encoded; it is served once the store has committed it."""
         if self._arena is not None:
-            self._row(number)[: len(payload)] = torch.frombuffer(
-                bytearray(payload), dtype=torch.uint8
-            )
+            self._row(number).numpy()[: len(payload)] = np.frombuffer(payload, np.uint8)
 
     def close(self) -> None:
         """Give the RAM back."""

@@ -119,9 +119,11 @@ def calibrate(
     rows: list[Array] = []
     labels: list[float] = []
     for sentence in rng.permutation(len(texts)).tolist():
+        if len(rows) >= 3 * count:
+            break
         question = cloze(texts[sentence])
         other = None if question is None else with_unknown_name(question, rarest(question))
-        if question is None or other is None or len(rows) >= 3 * count:
+        if question is None or other is None:
             continue
         answer = terms(texts[sentence])[-1]
         for asked, hidden, is_present in (

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def append(path: Path, at: int, data: bytes | memoryview) -> None:
+def append(path: Path, at: int, data: bytes | bytearray | memoryview) -> None:
     """Write all of `data` at byte `at`, the committed end, and wait for the drive. Raises OSError when it is full."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -17,7 +17,7 @@ def append(path: Path, at: int, data: bytes | memoryview) -> None:
         os.close(fd)
 
 
-def write_at(fd: int, at: int, data: bytes | memoryview) -> None:
+def write_at(fd: int, at: int, data: bytes | bytearray | memoryview) -> None:
     """Write everything, however short the single writes are."""
     view, done = memoryview(data), 0
     while done < len(view):

@@ -12,10 +12,21 @@ import torch
 from torch import Tensor
 
 from conf.schema import MemoryConfig
-from runtime.living_kv.positions import Mode, dca_attention, move, near_steps
+from kernels import dense_ops
+from runtime.living_kv.positions import (
+    ChunkedForward,
+    Mode,
+    chunk_length,
+    chunk_steps,
+    move,
+    near_steps,
+)
 from runtime.living_kv.sentences import MAX_TOKENS
+from runtime.models.buffers import sendable
 from runtime.models.dense_state import attend_rows
+from runtime.models.dense_step import StepGraphs
 from runtime.models.dense_weights import DenseSpec
+from runtime.models.rope import rope_tables, rotate
 
 Observer = Callable[[int, Tensor], None]
 
@@ -63,6 +74,11 @@ class HotState:
         self.places = torch.zeros(rows, dtype=torch.int64, device=device)
         self.observer: Observer | None = None
         self.mode = Mode.absolute
+        # a step's own: its row; the rows that it sees; rotations of its query and key in `Mode.dca`
+        self._row = torch.zeros(1, dtype=torch.int64, device=device)
+        self._span = torch.zeros(2, dtype=torch.int32, device=device)
+        self._turns = torch.zeros(2, 4, 1, spec.head_dim // 2, device=device)
+        self._steps = StepGraphs(device.type == "cuda")
         self.clear()
 
     @property
@@ -81,6 +97,10 @@ class HotState:
         self._count = 0
         self._first = self._hot_at
         self._visible: Tensor | None = None
+        self._chunks: ChunkedForward | None = None  # of the present forward, in `Mode.dca`
+        self._is_step = (
+            False  # the present forward is one token that finds all it needs at fixed addresses
+        )
 
     # ---- filling --------------------------------------------------------------------------------------------------
 
@@ -139,6 +159,17 @@ class HotState:
         self.keys[:, rows] = move(self.keys[:, rows], steps, self.spec.rope_theta)
         self.mode = Mode.near
 
+    def bring_into_chunks(self) -> None:
+        """Move all keys to where dual chunk attention wants them; new ones go there as they come (`Mode.dca`)."""
+        assert self.spec.chunked is not None, "the model has no dual chunk attention"
+        rows = slice(self._first, self._hot_at + self.position - self.hot_start)
+        steps = chunk_steps(self.places[rows].cpu(), self.spec.chunked)
+        tables = rope_tables(steps, self.spec.head_dim, self.spec.rope_theta)
+        cos, sin = (t.to(self._device) for t in tables)
+        for keys in self.keys:  # a layer at a time: what is beside it stays small
+            keys[rows] = rotate(keys[rows], cos, sin)
+        self.mode = Mode.dca
+
     # ---- reading --------------------------------------------------------------------------------------------------
 
     def hot(self, lo: int, hi: int) -> tuple[Tensor, Tensor]:
@@ -171,7 +202,9 @@ class HotState:
         queries = torch.arange(self.position, self.position + num_tokens, device=self._device)
         self.places[end - num_tokens : end] = queries
         self._rows = slice(self._first, end)
-        self._visible = None
+        self._visible, self._chunks, self._is_step = None, None, False
+        if self.mode is Mode.dca:
+            self._chunks = self._chunked_forward()
         oldest = self.position - self.window + 1 if self.floor is None else self.floor
         oldest = max(oldest, self.border)
         if num_tokens == 1 and self.hot_start >= oldest:
@@ -190,17 +223,60 @@ class HotState:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `KvState.attend`: one softmax over sinks, retrieved, hot and current tokens."""
+        if self._is_step:
+            return self._attend_step(layer, q, k, v)
         end = self._rows.stop
+        if self._chunks is not None:
+            k = self._chunks.moved_keys(k)
         self.keys[layer, end - self._count : end] = k
         self.values[layer, end - self._count : end] = v
         keys, values = self.keys[layer, self._rows], self.values[layer, self._rows]
-        if self.mode is not Mode.dca:
-            return attend_rows(q, keys, values, self._visible)
+        if self._chunks is not None:
+            return self._chunks.attend(q, keys, values, self._visible)
+        return attend_rows(q, keys, values, self._visible)
+
+    def _chunked_forward(self) -> ChunkedForward:
         assert self.spec.chunked is not None, "the model has no dual chunk attention"
-        at = self.places[self._rows]
-        return dca_attention(
-            q, keys, values, self._visible, at[-self._count :], at, self.spec.chunked, self.spec.rope_theta
-        )  # fmt: skip
+        queries = torch.arange(self.position, self.position + self._count)
+        at, dim = self.places[self._rows], self.spec.head_dim
+        return ChunkedForward(queries, at, self.spec.chunked, dim, self.spec.rope_theta)
+
+    # ---- one token at fixed addresses (`FixedState`) ---------------------------------------------------------------
+
+    @property
+    def steps(self) -> StepGraphs:
+        return self._steps
+
+    def step_kind(self) -> str:
+        return self.mode.value
+
+    def begin_step(self) -> bool:
+        """Begin one token: True if it sees all rows that are used."""
+        self.begin(1)
+        if self._visible is not None:
+            return False
+        self._is_step = True
+        rows = self._rows
+        span = torch.tensor([rows.start, rows.stop], dtype=torch.int32)
+        self._span.copy_(sendable(span, self._device), non_blocking=True)
+        self._row.copy_(self._span[1:] - 1)
+        if self._chunks is not None:
+            self._turns.copy_(sendable(self._chunks.tables, self._device), non_blocking=True)
+        return True
+
+    def _attend_step(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values, length, turned = self.keys[layer], self.values[layer], 1, [q]
+        if self.mode is Mode.dca:
+            assert self.spec.chunked is not None
+            length = chunk_length(self.spec.chunked)
+            *turned, k = (
+                rotate(x, *turn)
+                for x, turn in zip((q, q, q, k), self._turns.unbind(1), strict=True)
+            )
+        keys.index_copy_(0, self._row, k)
+        values.index_copy_(0, self._row, v)
+        q = torch.cat(turned) if len(turned) > 1 else q
+        return dense_ops.attend_span(q, keys, values, self.places, self._span, length)
 
     def observe(self, layer: int, hidden: Tensor) -> None:
         if self.observer is not None:

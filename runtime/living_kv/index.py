@@ -69,30 +69,50 @@ class VectorIndex:
 
     def __init__(self, raw: Array, layers: int, remove: int) -> None:
         """raw: [sentences, layers * dim] fp16 as stored."""
-        self.layers = layers
-        self.version = statistics_count(len(raw))
-        parts = raw.reshape(len(raw), layers, -1)
-        self._statistics = [
-            Statistics(parts[: self.version, i].astype(np.float32), remove) for i in range(layers)
-        ]
-        self._unit = [np.empty((len(raw), parts.shape[2]), np.float32) for _ in range(layers)]
+        self.layers, self._remove = layers, remove
+        self.version = self.count = 0
+        dim = raw.shape[1] // layers
+        self._statistics: list[Statistics] = []
+        self._unit = [np.empty((len(raw), dim), np.float32) for _ in range(layers)]
+        self.update(raw)
+
+    def update(self, raw: Array) -> None:
+        """Take in the sentences that were added.  raw: all of them, what is known already among them, as before.
+
+        The numbers are those of an index made anew: what is normalised together is the same either way.
+        """
+        parts = raw.reshape(len(raw), self.layers, raw.shape[1] // self.layers)
+        version, start = statistics_count(len(raw)), self.count // CHUNK * CHUNK
+        if version != self.version:
+            self.version, start = version, 0
+            self._statistics = [
+                Statistics(parts[:version, i].astype(np.float32), self._remove)
+                for i in range(self.layers)
+            ]
+        for i, unit in enumerate(self._unit):
+            if len(unit) < len(raw):
+                self._unit[i] = np.empty((len(raw) + len(raw) // 8, unit.shape[1]), np.float32)
+                self._unit[i][:start] = unit[:start]
         for at in range(
-            0, len(raw), CHUNK
+            start, len(raw), CHUNK
         ):  # what is read may be a mapped file: little of it at once
-            rows = slice(at, at + CHUNK)
+            rows = slice(at, min(at + CHUNK, len(raw)))
             for i, (unit, found) in enumerate(zip(self._unit, self._statistics, strict=True)):
                 unit[rows] = found.normalised(parts[rows, i])
+        self.count = len(raw)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM: 4 for each number of each sentence's vectors, so that a question is one product a layer."""
+        """Bytes of RAM: 4 for each number of each sentence's vectors, so that a question is one product a layer, and
+        some room for more sentences.
+        """
         return sum(unit.nbytes for unit in self._unit)
 
     def scores(self, question: Array) -> Array:
         """question: [layers * dim], a raw projection.  Returns the mean cosine with each sentence: [n] fp32."""
         parts = question.astype(np.float32).reshape(self.layers, -1)
         cosines = [
-            unit @ s.normalised(part[None])[0]
+            unit[: self.count] @ s.normalised(part[None])[0]
             for unit, s, part in zip(self._unit, self._statistics, parts, strict=True)
         ]
         out: Array = np.mean(cosines, axis=0).astype(np.float32)

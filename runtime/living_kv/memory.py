@@ -8,10 +8,10 @@ once with that in sight. Knows files only through the store.
 from __future__ import annotations
 
 import logging
-import struct
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor
 from conf.schema import AnswerMode, MemoryConfig
 from runtime.errors import UserError
 from runtime.living_kv import confidence as sure
+from runtime.living_kv import exact
 from runtime.living_kv.answer import Answer
 from runtime.living_kv.codec import Codec
 from runtime.living_kv.cold import ColdBlocks
@@ -30,6 +31,7 @@ from runtime.living_kv.errors import MemoryUsageError, StoreRefusedError
 from runtime.living_kv.hot import HotState, scratch_budget
 from runtime.living_kv.identity import REREAD
 from runtime.living_kv.index import VectorIndex, projection, projection_digest
+from runtime.living_kv.intake import BlockEncoder, Committer
 from runtime.living_kv.lexical import LexicalIndex
 from runtime.living_kv.means import SentenceMeans
 from runtime.living_kv.positions import Mode, choose_mode
@@ -57,7 +59,6 @@ from runtime.text import ChatOptions, StopFilter, StreamDecoder, TemplateCodec, 
 log = logging.getLogger(__name__)
 
 CHARACTERS_PER_TOKEN = 4  # a piece of text is cut at about commit_tokens of these
-SNAPSHOT = struct.Struct("<QQQ")  # sinks, first hot position, position
 
 
 _Scored = Sequence[tuple[int, float]]  # sentences and their scores, best first
@@ -65,6 +66,16 @@ _Scored = Sequence[tuple[int, float]]  # sentences and their scores, best first
 
 def _best(found: Selection | None, count: int) -> _Scored:
     return [] if found is None else list(zip(found.ranked, found.scores, strict=True))[:count]
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where the next piece of a session goes; pieces before it may still be on their way to the drive."""
+
+    session: int
+    border: int  # hot tokens before it are not seen
+    blocks: int
+    text_nbytes: int
 
 
 @dataclass(slots=True)
@@ -105,7 +116,7 @@ class Memory:
             raise StoreRefusedError(
                 "E-EMBED: this machine computes another projection than the store's", REREAD
             )
-        self._matrix = torch.from_numpy(matrix)
+        self._matrix = torch.from_numpy(matrix).to(model.device)
         self._state: HotState | None = None  # the timeline's hot tier
         self._scratch: HotState | None = None
         self.was_rebuilt = False  # the hot tier came from cold blocks, not from its snapshot
@@ -127,7 +138,7 @@ class Memory:
     def state(self) -> HotState:
         """The timeline: restored exactly from its snapshot, else from cold blocks and the exact tail."""
         if self._state is None:
-            self._state = self._restore(self._hot_state(0), self.config.window)
+            self._state = self._restored(self._hot_state(0), self.config.window)
         return self._state
 
     @property
@@ -135,74 +146,9 @@ class Memory:
         """Bytes of the hot buffers that are made."""
         return sum(s.nbytes for s in (self._state, self._scratch) if s is not None)
 
-    def _restore(self, state: HotState, window: int) -> HotState:
-        """Fill an empty state with the sinks and the last tokens, at most `window`, of the committed timeline."""
-        end = self.store.commit.tokens
-        state.clear()
-        if not end:
-            return state
-        raw = self.store.read_hot()
-        if raw is not None:
-            sinks, start, position = SNAPSHOT.unpack_from(raw)
-            rows = sinks + position - start
-            keys, values = self._from_exact(raw[SNAPSHOT.size :], rows)
-            first = max(start, end - window)
-            cut = sinks + first - start
-            state.put_hot(keys[:, cut:], values[:, cut:], first)
-            if first:
-                have = keys[:, :sinks] if sinks else keys[:, : state.sinks]
-                n = min(have.shape[1], first, state.sinks)
-                state.put_sinks(keys[:, :n], values[:, :n])
-            return state
-        self.was_rebuilt = True
-        keys, values, first = self._last_tokens(end, window)
-        state.put_hot(keys, values, first)
-        if first:
-            found = self.cold.fetch([(0, min(state.sinks, first))])
-            state.put_sinks(found[0], found[1])
+    def _restored(self, state: HotState, window: int) -> HotState:
+        self.was_rebuilt |= not exact.restore(state, window, self.store, self.cold)
         return state
-
-    def _last_tokens(self, end: int, window: int) -> tuple[Tensor, Tensor, int]:
-        """Return keys, values of the last tokens from cold blocks and the exact tail, and the first position."""
-        block = self.store.header.block
-        tail_at = self.store.commit.blocks * block
-        keys, values, places = self.cold.fetch([(max(0, end - window), tail_at)])
-        holes = (places[1:] - places[:-1] != 1).nonzero()
-        skip = int(holes[-1]) + 1 if len(holes) else 0
-        if len(places) and int(places[-1]) != tail_at - 1:  # the last block is damaged
-            skip = len(places)
-        keys, values, places = keys[:, skip:], values[:, skip:], places[skip:]
-        tail = self.store.tail
-        if end > tail_at and tail:
-            k, v = (part.to(keys.device) for part in self._from_exact(tail, end - tail_at))
-            keys, values = (
-                torch.cat([keys.to(k.dtype), k], 1),
-                torch.cat([values.to(v.dtype), v], 1),
-            )
-        return keys, values, end - keys.shape[1]
-
-    def _exact(self, keys: Tensor, values: Tensor) -> bytes:
-        # on a GPU no copy of them is made there: its memory is planned to the last buffer
-        parts = (part.cpu().contiguous().view(torch.uint8) for part in (keys, values))
-        return b"".join(part.numpy().tobytes() for part in parts)
-
-    def _from_exact(self, raw: bytes, tokens: int) -> tuple[Tensor, Tensor]:
-        h = self.store.header
-        flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, h.dtype))
-        keys, values = flat.view(2, h.layers, tokens, h.kv_heads, h.head_dim)
-        return keys, values
-
-    def _snapshot(self) -> bytes:
-        """Return the exact bytes of sinks and window."""
-        state = self.state
-        first = max(state.hot_start, state.position - self.config.window)
-        sinks = state.num_sinks
-        keys, values = (part.cpu() for part in state.hot(first, state.position))
-        if sinks or first > 0:
-            k, v = (part.cpu() for part in state.sink_rows())
-            sinks = k.shape[1]
-            keys, values = torch.cat([k, keys], 1), torch.cat([v, values], 1)
-        return SNAPSHOT.pack(sinks, first, state.position) + self._exact(keys, values)
 
     # ---- taking text in -------------------------------------------------------------------------------------------
 
@@ -227,21 +173,32 @@ class Memory:
         before = self.read_tokens
         number, done = self._open_session(session, tag, source, digest)
         pieces = list(cut_pieces(data, CHARACTERS_PER_TOKEN * self.config.commit_tokens))
-        at = 0
-        for i, piece in enumerate(pieces):
-            at += len(piece)
-            if at > done:
-                start = (
-                    [self._session_line(session, tag, source, digest, number)]
-                    if at == len(piece)
-                    else []
-                )
-                is_last = i == len(pieces) - 1
-                end = [{"id": number, "finished": True}] if is_last else []
-                self._take_piece(piece, number, [*start, *end], with_snapshot=is_last)
-                progress(at)
+        place, state = self._place(number), self.state
+        try:
+            with Committer(self._append) as committer:
+                at = 0
+                for i, piece in enumerate(pieces):
+                    at += len(piece)
+                    if at <= done:
+                        continue
+                    start = [self._session_line(session, tag, source, digest, number)]
+                    is_last = i == len(pieces) - 1
+                    end = [{"id": number, "finished": True}] if is_last else []
+                    lines = [*(start if at == len(piece) else []), *end]
+                    update = self._read_piece(piece, state, place, lines, with_snapshot=is_last)
+                    committer.put(update, partial(progress, at))
+        except BaseException:
+            if state.position != self.store.commit.tokens:
+                self._state = None  # it holds tokens that are not committed
+            raise
         self._refresh()
         return self.read_tokens - before
+
+    def _place(self, session: int) -> _Place:
+        """Return where the next piece of a session goes, with everything committed."""
+        commit = self.store.commit
+        border = self._border(session) if self.config.isolate else 0
+        return _Place(session, border, commit.blocks, commit.lengths.get(TEXT, 0))
 
     def _open_session(self, name: str, tag: str, source: str, digest: str) -> tuple[int, int]:
         """Return the session's number, and how many of its bytes are committed already."""
@@ -269,10 +226,11 @@ class Memory:
     def _tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         return self.text.encode_with_offsets(readable(text))
 
-    def _take_piece(
-        self, piece: bytes, session: int, lines: Sequence[dict[str, Any]], with_snapshot: bool
-    ) -> None:
-        """Run one piece through the model and commit it."""
+    def _read_piece(
+        self, piece: bytes, state: HotState, place: _Place, lines: Sequence[dict[str, Any]],
+        with_snapshot: bool,
+    ) -> Update:  # fmt: skip
+        """Run one piece through the model: what it adds to the store. The place moves behind it."""
         text = piece.decode("utf-8", "surrogateescape")
         ids, offsets = self._tokenize(text)
         if not ids:
@@ -280,39 +238,43 @@ class Memory:
                 "the text holds nothing that the tokenizer knows", "give other text"
             )
         spans = to_token_spans(split_text(text), offsets)
-        state = self.state
         self._check_range(state.position + len(ids))
-        state.border = self._border(session) if self.config.isolate else 0
+        state.border = place.border
         first = state.position
         means = SentenceMeans(
             self.store.header.index_layers, self._matrix, _owners(spans), len(spans)
         )
         update = Update(tokens=ids, text=piece, sessions=lines)
+        encoder = BlockEncoder(self.codec, self.store.header.block, place.blocks, update)
         state.observer = means
         try:
             for at in range(0, len(ids), self.config.chunk):
                 means.at = at
                 self.model.run(ids[at : at + self.config.chunk], state)
-                self._encode_blocks(state, update)
+                encoder.follow(state)
+            encoder.finish()
+            self._add_exact(update, state, place.blocks + len(update.blocks), with_snapshot)
         except BaseException:
             self._state = None  # half of a chunk is in it
             raise
         finally:
             state.observer = None
         self.read_tokens += len(ids)
-        bytes_at, text_at = byte_offsets(text), self.store.commit.lengths.get(TEXT, 0)
+        bytes_at, text_at = byte_offsets(text), place.text_nbytes
         update.sentences = [
             (
                 first + s.lo,
                 first + s.hi,
                 text_at + int(bytes_at[s.start]),
                 int(bytes_at[s.end] - bytes_at[s.start]),
-                session,
+                place.session,
             )
             for s in spans
         ]
         update.vectors = means.vectors().tobytes()
-        self._commit(update, with_snapshot)
+        place.blocks += len(update.blocks)
+        place.text_nbytes += len(piece)
+        return update
 
     def _border(self, session: int) -> int:
         """Return where the present stretch of a session begins: its text goes on from there, or begins here."""
@@ -321,22 +283,19 @@ class Memory:
         lows = self.store.sentences["lo"]
         return int(lows[at]) if at < len(lows) else self.state.position
 
-    def _encode_blocks(self, state: HotState, update: Update) -> None:
-        """Encode every block whose last token exists."""
-        block = self.store.header.block
-        number = self.store.commit.blocks + len(update.blocks)
-        while (number + 1) * block <= state.position:
-            payload = self.codec.encode(*state.hot(number * block, (number + 1) * block))
-            update.blocks.append((number * block, block, payload))
-            number += 1
+    def _add_exact(self, update: Update, state: HotState, blocks: int, with_snapshot: bool) -> None:
+        """Add what is stored exactly: the tokens behind the last of all blocks, and the hot tier where it is asked for.
 
-    def _commit(self, update: Update, with_snapshot: bool) -> None:
-        state, block = self.state, self.store.header.block
-        tail_at = (self.store.commit.blocks + len(update.blocks)) * block
+        blocks: of the store, with this update.
+        """
+        tail_at = blocks * self.store.header.block
         if tail_at < state.position:
-            update.tail = self._exact(*state.hot(tail_at, state.position))
+            update.tail = exact.to_bytes(*state.hot(tail_at, state.position))
         if with_snapshot:
-            update.hot = self._snapshot()
+            update.hot = exact.snapshot(state)
+
+    def _append(self, update: Update) -> None:
+        """Commit an update. On a thread of its own while a text is taken in: nothing else reads the store then."""
         number = self.store.commit.blocks
         try:
             self.store.append(update)
@@ -345,7 +304,6 @@ class Memory:
             raise
         for i, (_, _, payload) in enumerate(update.blocks):
             self.cold.put(number + i, payload)
-        self._index = self._lexical = None
 
     def _check_range(self, end: int) -> None:
         spec, wanted = self.model.spec, self.config.position.value
@@ -369,6 +327,8 @@ class Memory:
     def lexical(self) -> LexicalIndex:
         if self._lexical is None:
             self._lexical = open_lexical(self.store)
+        count = len(self.store.sentences)
+        self._lexical.add([readable_text(self.store, i) for i in range(self._lexical.count, count)])
         return self._lexical
 
     @property
@@ -378,6 +338,8 @@ class Memory:
             self._index = VectorIndex(
                 self.store.vectors(), len(h.index_layers), self.config.remove_pc
             )
+        elif self._index.count < len(self.store.sentences):
+            self._index.update(self.store.vectors())
         return self._index
 
     @property
@@ -392,7 +354,7 @@ class Memory:
         scratch, tail = self.scratch, self.config.recency_tail
         scratch.mode = Mode.absolute
         if self._state is None:
-            self._restore(scratch, tail)
+            self._restored(scratch, tail)
         else:
             state = self._state
             first = max(state.hot_start, state.position - tail)
@@ -485,7 +447,8 @@ class Memory:
         )
         if mode is Mode.near:
             scratch.bring_near()
-        scratch.mode = mode
+        elif mode is Mode.dca:
+            scratch.bring_into_chunks()
         logits = None
         for at in range(0, len(prompt), self.config.chunk):
             logits = self.model.run(prompt[at : at + self.config.chunk], scratch, self.after_layer)
@@ -623,7 +586,8 @@ class Memory:
         lines = [] if known else [self._session_line(session, "chat", "chat", "", len(sessions))]
         number = known[-1].id if known else len(sessions)
         said = f"{question.strip()}\n{answer.text.strip()}\n"
-        self._take_piece(said.encode(), number, lines, with_snapshot=False)
+        place = self._place(number)
+        self._append(self._read_piece(said.encode(), self.state, place, lines, with_snapshot=False))
         self.lexical.save()
         return answer
 
@@ -637,7 +601,9 @@ class Memory:
     def close_session(self) -> None:
         """Commit an exact snapshot of the hot tier, so that another process goes on with the same numbers."""
         if self.store.commit.tokens and self.store.commit.hot is None:
-            self._commit(Update(), with_snapshot=True)
+            update = Update()
+            self._add_exact(update, self.state, self.store.commit.blocks, with_snapshot=True)
+            self._append(update)
             self.lexical.save()
 
     def close(self) -> None:

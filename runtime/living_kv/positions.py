@@ -10,6 +10,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from runtime.models.buffers import sendable
 from runtime.models.dense_weights import ChunkedPositions, DenseSpec
 from runtime.models.rope import rope_tables, rotate
 
@@ -51,36 +52,76 @@ def near_steps(places: Tensor, end: int) -> Tensor:
     return torch.arange(end - len(places), end, device=places.device) - places
 
 
+class ChunkedForward:
+    """What dual chunk positions come to for the tokens of one forward: the same for all layers, made once.
+
+    A key stands at its position mod L (L = chunk - local). A query sees keys of its own chunk from its position mod L,
+    of the chunk before from min(that + L, chunk), of earlier ones from `chunk`.
+    """
+
+    def __init__(
+        self, q_at: Tensor, k_at: Tensor, chunked: ChunkedPositions, dim: int, theta: float
+    ) -> None:
+        """q_at: [T] in RAM.  k_at: [S] where attention is."""
+        q_at, device = q_at.cpu(), k_at.device
+        length = chunk_length(chunked)
+        own = q_at % length
+        targets = (
+            own,
+            (own + length).clamp(max=chunked.chunk_size),
+            torch.full_like(own, chunked.chunk_size),
+        )
+        steps = torch.stack([*(target - q_at for target in targets), own - q_at])
+        cos, sin = rope_tables(steps.flatten(), dim, theta)
+        self.tables = torch.stack([cos, sin]).view(2, 4, len(q_at), -1)
+        sent, chunks = (sendable(part, device) for part in (self.tables, q_at // length))
+        *self._turns, self._key_turn = sent.to(device, non_blocking=True).unbind(1)
+        q_chunk = chunks.to(device, non_blocking=True)
+        apart = q_chunk.unsqueeze(1) - (k_at // length).unsqueeze(0)
+        self._chosen = (apart == 0, apart == 1, apart >= 2)
+
+    def moved_keys(self, k: Tensor) -> Tensor:
+        """Move the forward's own keys to where they stand.  k: [T, kv_heads, D], rotated at their positions."""
+        return rotate(k, *self._key_turn)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        """q: [T, heads, D], rotated at their positions.  k, v: [S, kv_heads, D], k where they stand.  visible: [T, S].
+
+        Returns [T, heads, D].
+        """
+        repeat = q.shape[1] // k.shape[1]
+        k, v = (
+            x.repeat_interleave(repeat, dim=1).transpose(0, 1).float() for x in (k, v)
+        )  # [heads, S, D]
+        scores = torch.empty(q.shape[1], q.shape[0], k.shape[1], device=q.device)
+        for turn, chosen in zip(self._turns, self._chosen, strict=True):
+            turned = rotate(q, *turn).transpose(0, 1).float()
+            scores = torch.where(chosen, turned @ k.transpose(1, 2), scores)
+        scores *= q.shape[-1] ** -0.5
+        if visible is not None:
+            scores.masked_fill_(~visible, float("-inf"))
+        return (scores.softmax(-1) @ v).transpose(0, 1).to(q.dtype)
+
+
+def chunk_length(chunked: ChunkedPositions) -> int:
+    """Return after how many positions keys stand where they stood before."""
+    return chunked.chunk_size - chunked.local_size
+
+
+def chunk_steps(places: Tensor, chunked: ChunkedPositions) -> Tensor:
+    """Return by how much keys at `places` [n] move to stand in their chunk."""
+    length = chunk_length(chunked)
+    return -length * (places // length)
+
+
 def dca_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, q_at: Tensor, k_at: Tensor,
     chunked: ChunkedPositions, theta: float,
 ) -> Tensor:  # fmt: skip
-    """Attend with dual chunk positions.
+    """Attend with dual chunk positions, from keys that are rotated at their positions.
 
-    q: [T, heads, D] at positions q_at [T]; k, v: [S, kv_heads, D], k at k_at [S]; both rotated there.  visible: [T, S].
-    A key stands at k_at mod L (L = chunk - local).  A query sees keys of its own chunk from q_at mod L, of the chunk
-    before from min(q_at mod L + L, chunk), of earlier ones from `chunk`.  Returns [T, heads, D].
+    q: [T, heads, D] at positions q_at [T]; k, v: [S, kv_heads, D], k at k_at [S].  visible: [T, S].  Returns
+    [T, heads, D].
     """
-    length = chunked.chunk_size - chunked.local_size
-    q_chunk, k_chunk = q_at // length, k_at // length
-    k = move(k, -length * k_chunk, theta)
-    own = q_at % length
-    targets = (
-        own,
-        (own + length).clamp(max=chunked.chunk_size),
-        torch.full_like(own, chunked.chunk_size),
-    )
-    apart = q_chunk.unsqueeze(1) - k_chunk.unsqueeze(0)
-    repeat = q.shape[1] // k.shape[1]
-    k, v = (
-        x.repeat_interleave(repeat, dim=1).transpose(0, 1).float() for x in (k, v)
-    )  # [heads, S, D]
-    scores = torch.empty(q.shape[1], len(q_at), len(k_at), device=q.device)
-    for case, target in enumerate(targets):
-        turned = move(q, target - q_at, theta).transpose(0, 1).float()
-        chosen = apart == case if case < 2 else apart >= 2
-        scores = torch.where(chosen, turned @ k.transpose(1, 2), scores)
-    scores *= q.shape[-1] ** -0.5
-    if visible is not None:
-        scores.masked_fill_(~visible, float("-inf"))
-    return (scores.softmax(-1) @ v).transpose(0, 1).to(q.dtype)
+    forward = ChunkedForward(q_at, k_at, chunked, q.shape[-1], theta)
+    return forward.attend(q, move(k, chunk_steps(k_at, chunked), theta), v, visible)

@@ -19,6 +19,7 @@ import socket
 import struct
 import sys
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -214,6 +215,9 @@ class Store:
         self.blocks = self._table(TABLE, BLOCK, c.blocks)
         self.sessions = _parse_sessions(self._bytes(SESSIONS))
         self.tombstones = frozenset(np.frombuffer(self._bytes(TOMBSTONES), "<u8").tolist())
+        # each commit's text follows that of the one before
+        self._text_parts = [part for _, part in self._ranges(TEXT)]
+        self._text_starts = [part.start for part in self._text_parts]
         self.tail = b""
         if c.tail is not None:
             raw = _read(self.root / c.tail.name)
@@ -273,9 +277,10 @@ class Store:
     def append(self, update: Update) -> Commit:
         """Commit an update. On any failure the commit before stays in force, here and on the drive."""
         assert self._lock is not None, "the store is open for reading"
-        new, table = self._block_records(update.blocks)
+        records, table = self._block_records(update.blocks)
         spans = np.array([(*s, 0, 0, 0) for s in update.sentences], SENTENCE)
-        new |= {
+        new: dict[str, bytes | bytearray] = {
+            **records,
             TEXT: update.text,
             SPANS: spans.tobytes(),
             TOKENS: np.asarray(update.tokens, "<i4").tobytes(),
@@ -324,7 +329,7 @@ class Store:
         self._drop_old(before)
         return commit
 
-    def _next(self, new: Mapping[str, bytes], update: Update) -> Commit:
+    def _next(self, new: Mapping[str, bytes | bytearray], update: Update) -> Commit:
         old = self.commit
         seq = old.seq + 1
         ranges = {
@@ -368,10 +373,10 @@ class Store:
 
     def _block_records(
         self, blocks: Sequence[tuple[int, int, bytes]]
-    ) -> tuple[dict[str, bytes], np.ndarray[Any, Any]]:
+    ) -> tuple[dict[str, bytearray], np.ndarray[Any, Any]]:
         """Return the bytes for each block file, and the table's entries."""
         h = self.header
-        out: dict[str, list[bytes]] = {}
+        out: dict[str, bytearray] = {}
         table = np.zeros(len(blocks), BLOCK)
         number = max(1, sum(name.endswith(".kvb") for name in self.commit.lengths))
         at = self.commit.lengths.get(_kv_name(number), 0)
@@ -380,14 +385,18 @@ class Store:
                 BLOCK_MAGIC, 1, h.layers, h.kv_heads, h.head_dim, first, tokens, 0
             )
             size = align_up(len(head) + len(payload))
-            record = (head + payload).ljust(size, b"\0")
             if at + size > KV_FILE_NBYTES and at:
                 number, at = number + 1, 0
-            out.setdefault(_kv_name(number), []).append(record)
-            digest = np.frombuffer(blake3(record).digest(), np.uint8)
+            file = out.setdefault(_kv_name(number), bytearray())
+            start = len(file)
+            file += head
+            file += payload
+            file += bytes(start + size - len(file))
+            with memoryview(file) as view:
+                digest = np.frombuffer(blake3(view[start:]).digest(), np.uint8)
             table[i] = (first, at, number, size, tokens, 0, digest)
             at += size
-        return {name: b"".join(parts) for name, parts in out.items()}, table
+        return out, table
 
     def _drop_old(self, before: Commit) -> None:
         """Remove tails and snapshots that neither this commit nor the one before names."""
@@ -437,9 +446,9 @@ class Store:
 
     def text_range(self, start: int, nbytes: int) -> bytes:
         """Return stored text, checked."""
-        for _, part in self._ranges(TEXT):
-            if part.start + part.nbytes <= start or part.start >= start + nbytes:
-                continue
+        first = max(0, bisect_right(self._text_starts, start) - 1)
+        last = bisect_left(self._text_starts, start + nbytes)
+        for part in self._text_parts[first:last]:
             if (TEXT, part.start) not in self._checked:
                 raw = _read_at(self.root / TEXT, part.start, part.nbytes)
                 self._check_range(TEXT, part, raw)

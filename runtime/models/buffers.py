@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from runtime.checkpoint import torch_dtype
@@ -18,6 +19,14 @@ class NoRows:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def sendable(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor in RAM such that `non_blocking` copies of it to `device` wait for nothing there.
+
+    Out of pageable memory a copy first waits for the stream, and with it for all that was launched before.
+    """
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def appended(buffer: Tensor, length: int, new: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,18 +18,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from conf.schema import Arithmetic, Replay, RunConfig
+from conf.schema import Arithmetic, Head, Replay, RunConfig
 from kernels.formats import MX_GROUP
-from runtime import hardware
+from runtime import cores, hardware
 from runtime.budget import ModelSizes
 from runtime.checkpoint import Checkpoint, torch_dtype
 from runtime.drafts.opening import check_device, has_heads
 from runtime.errors import UserError
 from runtime.experts.arena import HostArena
+from runtime.experts.cpu_share import CpuShare, Workers, open_share
 from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
+from runtime.experts.slots import SlotExperts
 from runtime.experts.streamer import ExpertSource
 from runtime.models.buffers import check_context
+from runtime.models.cpu_experts import Mxfp4Compute, compiled_kernels
 from runtime.models.deepseek_backends import resolve_arithmetic
 from runtime.models.deepseek_codec import open_codec as open_codec  # the family's
 from runtime.models.deepseek_engram import EngramHash, build_token_map, read_engram_tables
@@ -43,6 +47,7 @@ from runtime.models.deepseek_model import (
 from runtime.models.deepseek_rows import EngramReader
 from runtime.models.deepseek_weights import DeepseekSpec, resident_shapes
 from runtime.models.deepseek_weights import expert_layout as find_experts
+from runtime.models.head_split import HeadSplit
 from runtime.models.lanes import open_lanes
 from runtime.units import PAGE_NBYTES, align_up
 
@@ -59,6 +64,7 @@ log = logging.getLogger(__name__)
 # experts in RAM are copied to VRAM first: 51 GB/s on an H200, where reading them off any alignment gives 29
 READS_IN_PLACE = False
 IS_DENSE = False
+HAS_TOKEN_GRAPH = True  # hw.graphs=token
 
 
 def read_spec(snapshot: Path) -> DeepseekSpec:
@@ -72,6 +78,11 @@ def check_support(spec: DeepseekSpec, config: RunConfig, device: torch.device) -
     if device.type != "cpu" and config.deepseek.replay is not Replay.exact:
         raise UserError(
             "deepseek.replay=bounded runs on the CPU only so far", "leave out deepseek.replay"
+        )
+    if device.type == "cpu" and config.deepseek.head is not Head.gpu:
+        raise UserError(
+            f"deepseek.head={config.deepseek.head.value} relieves a GPU of the head, and none is in use",
+            "leave out deepseek.head",
         )
     check_context(config.model.context_tokens, spec.max_positions)
     if config.drafts.enabled and (config.drafts.depth or 0) >= spec.window:
@@ -211,6 +222,11 @@ def open_model(
     if resolve_arithmetic(config, files.published is not None) is Arithmetic.reference:
         from runtime.models import deepseek_reference
 
+        if config.hw.token_limit_s is not None and device.type == "cuda":
+            raise UserError(
+                "hw.graphs=token is not made for deepseek.arithmetic=reference, whose steps are no graphs",
+                "leave out hw.graphs",
+            )
         return deepseek_reference.open_model(spec, files, layout, experts, config, device)
     checkpoint = Checkpoint.open(files.snapshot)
     weights = {
@@ -222,8 +238,14 @@ def open_model(
         weights["head.weight"], arena = _in_pinned_memory(weights["head.weight"])
     hashes = EngramHash(spec, build_token_map(files.snapshot / "tokenizer.json"))
     tables = read_engram_tables(checkpoint, spec)
+    limit_s = config.hw.token_limit_s if device.type == "cuda" else None
     rows = EngramReader(
-        spec.engram_layers, tables, config.hw.drive, config.cache.table_rows, config.serve.max_batch
+        spec.engram_layers,
+        tables,
+        config.hw.drive,
+        config.cache.table_rows,
+        config.serve.max_batch,
+        limit_s,
     )
 
     def engram_rows(layer: int, ids: Sequence[int]) -> Tensor:
@@ -245,11 +267,57 @@ def open_model(
     model.rows, model.pinned = rows, arena
     if device.type == "cuda":
         from runtime.models.deepseek_decode import Decoder
+        from runtime.models.deepseek_whole import TokenDecoder
 
-        model.decoder = open_lanes(
-            partial(Decoder, model, layout, config.hw.graphs), config.serve.max_batch
-        )
+        cpu = _open_cpu(spec, config.hw.cpu_experts, experts, layout, device)
+        workers = experts.workers if isinstance(experts, SlotExperts) else None
+        model.head_split = _open_head(model, config, workers)
+        if limit_s is not None:
+            model.decoder = TokenDecoder(model, layout, limit_s)
+        else:
+            model.decoder = open_lanes(
+                partial(Decoder, model, layout, config.hw.has_graphs, cpu=cpu),
+                config.serve.max_batch,
+            )
     return model
+
+
+def _open_head(
+    model: DeepseekModel, config: RunConfig, workers: Workers | None
+) -> HeadSplit | None:
+    """Return who computes the head beside the GPU, None for nobody.  workers: who computes experts, where they do."""
+    wanted = config.deepseek
+    if wanted.head is Head.gpu:
+        return None
+    from kernels.deepseek_linear import steady_linear
+
+    def product(x: Tensor, rows: Tensor, out: Tensor) -> None:
+        steady_linear(x, rows, out, is_double=False)
+
+    threads = hardware.compute_threads(config.hw.compute_threads)
+    with cores.pinned(workers.cpus) if workers and workers.cpus else nullcontext():
+        return HeadSplit.open(
+            model.head, product, model.device, wanted.head, wanted.head_share, threads
+        )
+
+
+def _open_cpu(
+    spec: DeepseekSpec,
+    wanted: str,
+    experts: ExpertSource,
+    layout: ShardLayout,
+    device: torch.device,
+) -> tuple[CpuShare, Mxfp4Compute] | None:
+    """Let the CPU compute a share of the experts in RAM, where that was asked for and helps."""
+    if not isinstance(experts, SlotExperts) or experts.workers is None:
+        return None
+    compute = Mxfp4Compute(
+        spec.top_k, spec.hidden, spec.intermediate, spec.swiglu_limit, device, layout.payload_offsets,
+        partial(open_record, layout), compiled_kernels(),
+    )  # fmt: skip
+    rows = torch.zeros(spec.top_k, spec.hidden, dtype=torch.bfloat16, device=device)
+    share = open_share(wanted, experts, compute, rows, experts.rehearse)
+    return None if share is None else (share, compute)
 
 
 def _in_pinned_memory(weight: Tensor) -> tuple[Tensor, HostArena]:

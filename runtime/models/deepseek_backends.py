@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf.schema import Arithmetic, Kernels, Replay, RunConfig
+from conf.schema import Arithmetic, Head, Kernels, Replay, RunConfig
 from runtime.errors import UserError
 
 LEAST_TILELANG = (0, 1, 9)
@@ -69,7 +69,9 @@ def resolve_arithmetic(config: RunConfig, has_code: bool) -> Arithmetic:
         or config.deepseek.kernels is Kernels.ours
         or config.drafts.enabled
         or config.deepseek.replay is not Replay.exact
+        or config.deepseek.head is not Head.gpu
         or config.hw.device == "cpu"
+        or config.hw.cpu_experts != "off"
         or tilelang_fault(tilelang_version(), capability()) is not None
     )
     return Arithmetic.native if is_native else Arithmetic.reference

@@ -1,7 +1,8 @@
 """Decode steps of DeepSeek-V4.1 on a GPU, of fixed shapes, so that they can be replayed as graphs.
 
 As for Qwen, the step is cut where the host must look: after each layer's router. Segment l sums up the experts of
-layer l - 1 and goes on to layer l's route; the last ends with the head, which is read in place over PCIe. What a
+layer l - 1 and goes on to layer l's route; the last ends with the head, which is read in place over PCIe, or in part
+computed by the CPU (`head_split`). What a
 token's position decides is read from the device, so that one graph serves all tokens.
 """
 
@@ -22,8 +23,11 @@ from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
 from runtime.models.deepseek_state import Compressed, DeepseekState
 from runtime.models.graphs import Graphs
+from runtime.models.head_split import HeadLane
 
 if TYPE_CHECKING:
+    from runtime.experts.cpu_share import CpuShare
+    from runtime.models.cpu_experts import Mxfp4Compute
     from runtime.models.deepseek_model import Attention, Block, DeepseekModel, HyperConnection
 
 
@@ -36,8 +40,12 @@ class Decoder:
         layout: ShardLayout,
         has_graphs: bool,
         graphs: Graphs | None = None,
+        cpu: tuple[CpuShare, Mxfp4Compute] | None = None,
     ) -> None:
-        """has_graphs: capture and replay (CUDA).  graphs: of another decoder of this model."""
+        """has_graphs: capture and replay (CUDA).  graphs: of another decoder of this model.
+
+        cpu: who computes a share of the experts, and with what input.
+        """
         from kernels import (
             deepseek_attention,
             deepseek_compress,
@@ -51,6 +59,10 @@ class Decoder:
         self._token, self._compress, self._index = deepseek_token, deepseek_compress, deepseek_index
         self._attention, self._linear, self._moe = deepseek_attention, deepseek_linear, deepseek_moe
         self._experts = mxfp4_expert
+        self._share: CpuShare | None = None
+        self._cpu: Mxfp4Compute | None = None
+        if cpu is not None:
+            self._share, self._cpu = cpu
         spec = model.spec
         self.model, self.spec, self.layout = model, spec, layout
         self.device = model.device
@@ -128,6 +140,9 @@ class Decoder:
         )
         self.shared_inner, self.shared = buffer(spec.intermediate), buffer(spec.hidden)
         self.logits = buffer(1, spec.vocab_size, dtype=fp32)
+        self.head = None  # None: the GPU alone computes it
+        if model.head_split is not None:
+            self.head = HeadLane(model.head_split, self.u, self.logits.view(-1))
         blocks = model.blocks
         self.ratios = [
             after.ffn_norm.float() / block.ffn_norm.float()
@@ -164,7 +179,24 @@ class Decoder:
     @torch.inference_mode()
     def step(self, token: int, state: DeepseekState) -> Tensor:
         """Take in one token: fp32 logits [1, vocab], overwritten by the next step."""
-        model, spec = self.model, self.spec
+        ids = self._begin(token, state)
+        for layer in range(self.spec.num_layers):
+            if layer in self.host_rows:
+                self._collect(layer, ids)
+            self._run(layer, partial(self._segment, layer))
+            if self._event is not None:
+                started = time.perf_counter_ns()
+                self._event.record(self._stream)
+                self._event.synchronize()
+                self.wait_ns += time.perf_counter_ns() - started
+            self._run_experts(layer)
+        self._run(self.spec.num_layers, self._last)
+        self._share_head()
+        return self._end(token, state)
+
+    def _begin(self, token: int, state: DeepseekState) -> Any:
+        """Fill in the step's inputs; ask for the token's Engram rows, and return their ids."""
+        model = self.model
         self.bind(state)
         for layer, tail in self.tails.items():
             kept = state.tails[layer]
@@ -175,29 +207,35 @@ class Decoder:
             model.rows.request(ids)
         self.host_position[0] = state.position
         self.host_entry.copy_(model.embedding[token])
-        for layer in range(spec.num_layers):
-            if layer in self.host_rows:
-                rows = model.engram_rows(layer, ids[spec.engram_layers.index(layer)])
-                self.host_rows[layer].copy_(rows[0])
-            self._run(layer, partial(self._segment, layer))
-            if self._event is not None:
-                started = time.perf_counter_ns()
-                self._event.record(self._stream)
-                self._event.synchronize()
-                self.wait_ns += time.perf_counter_ns() - started
-            self._run_experts(layer)
-        self._run(spec.num_layers, self._last)
+        return ids
+
+    def _collect(self, layer: int, ids: Any) -> None:
+        rows = self.model.engram_rows(layer, ids[self.spec.engram_layers.index(layer)])
+        self.host_rows[layer].copy_(rows[0])
+
+    def _end(self, token: int, state: DeepseekState) -> Tensor:
         self._steps += 1
         state.context = [*state.context, token][-3:]
         state.position += 1
         for layer, cache in state.compressed.items():
-            cache.length = state.position // spec.compress_ratios[layer]
+            cache.length = state.position // self.spec.compress_ratios[layer]
         for layer, tail in self.tails.items():
             state.tails[layer] = tail.unsqueeze(0)[: state.position % 2]
         return self.logits
 
+    def _share_head(self) -> None:
+        """Let CPU and GPU compute the head behind the last segment, where they share it."""
+        if self.head is None:
+            return
+        self.head.sent()
+        if self.head.has_launch:
+            self._run("head", self.head.launch)
+        self.wait_ns += self.head.finish()
+
     def _run_experts(self, layer: int) -> None:
         """Run a layer's experts in the waves in which they arrive."""
+        if self._share is not None and self._steps:  # the first step compiles what graphs replay
+            self._share.arm()
         ids = self._route_view[layer].tolist()
         route, guesses = ids[: self.spec.top_k], ids[self.spec.top_k :]
         row_of = {expert: row for row, expert in enumerate(sorted(route))}
@@ -214,6 +252,8 @@ class Decoder:
                 row[0], row[1] = address + codes_at, address + scales_at
             self._run(("wave", number), partial(self._wave, number))
             number += 1
+        if self._share is not None and self._share.has_rows:
+            self._run("cpu", partial(self._share.put, self.rows))
 
     def _run(self, name: Hashable, launch: Callable[[], None]) -> None:
         self.graphs.run(name, launch, is_first=self._steps == 0)
@@ -237,6 +277,7 @@ class Decoder:
                 self.y, self.middle, self.post, self.comb, self.streams, fn, self.partials
             )
         if block.engram is not None:
+            self._await_rows(layer)
             self.engram_rows.copy_(self.host_rows[layer], non_blocking=True)
             self._linear.act_round(self.engram_rows, self.engram_rounded)
             self._fp8(self.engram_rounded, block.engram.wkv, self.engram_kv)
@@ -365,9 +406,10 @@ class Decoder:
             )
             guess_bias, guesses = after.bias, self.model.num_guesses
         self._moe.route_token(
-            self.router_logits, moe.bias, self.guess_logits, guess_bias, self.host_route[layer], self.weights,
+            self.router_logits, moe.bias, self.guess_logits, guess_bias, self._route_of(layer), self.weights,
             spec.route_scale, guesses,
         )  # fmt: skip
+        self._routed(layer)
         gate, up, down = moe.shared
         linear.fp8_swiglu(
             self.rounded,
@@ -377,11 +419,27 @@ class Decoder:
             spec.swiglu_limit,
         )
         self._fp8(self.shared_inner, down, self.shared)
+        if self._cpu is not None:
+            self._cpu.receive(self.rounded, self.weights)
+
+    def _route_of(self, layer: int) -> Tensor:
+        """Return where a layer's route and guesses go: [k + guesses] int64."""
+        return self.host_route[layer]
+
+    def _routed(self, layer: int) -> None:
+        """Launch what follows a layer's route before its shared expert."""
+
+    def _await_rows(self, layer: int) -> None:
+        """Launch what precedes the use of a layer's Engram rows."""
 
     def _wave(self, number: int) -> None:
+        self._run_table(self.tables[number])
+
+    def _run_table(self, table: Tensor) -> None:
+        """table: [k, 2] int64, where codes and scales of each expert start; zero leaves its row as it is."""
         self._experts.mxfp4_experts(
             self.rounded,
-            self.tables[number],
+            table,
             self.weights,
             self.inner,
             self.rows,
@@ -394,6 +452,9 @@ class Decoder:
         self._moe.combine_token(self.rows, self.shared, self.y)
         self._token.write_streams(self.y, self.middle, self.post, self.comb, self.streams)
         self._token.read_streams(self.streams, self.pre, model.norm, self.u, spec.eps)
+        if self.head is not None:
+            self.head.send()
+            return
         self._linear.steady_linear(self.u, model.head, self.logits.view(-1), is_double=False)
 
     # ---- whose state is in the buffers ----------------------------------------------------------------------------

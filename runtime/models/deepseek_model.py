@@ -29,6 +29,7 @@ from runtime.models.deepseek_codec import open_codec as open_codec  # the family
 from runtime.models.deepseek_rows import EngramReader
 from runtime.models.deepseek_state import DeepseekState
 from runtime.models.deepseek_weights import DeepseekSpec
+from runtime.models.head_split import HeadSplit
 from runtime.models.lanes import Lanes
 
 if TYPE_CHECKING:
@@ -446,6 +447,7 @@ class DeepseekModel:
         self.spec, self.experts, self.open_expert = spec, experts, open_expert
         self.rows: EngramReader | None = None  # set where rows come from the drive
         self.pinned: HostArena | None = None  # the head's memory, with a GPU
+        self.head_split: HeadSplit | None = None  # with a GPU: the CPU's part; None: it has none
         self.decoder: Decoder | Lanes | None = (
             None  # on a GPU: decodes instead of the layers' own path
         )
@@ -500,6 +502,8 @@ class DeepseekModel:
         """Close the tables' files, and give pinned memory back."""
         if self.rows is not None:
             self.rows.close()
+        if self.head_split is not None:
+            self.head_split.close()
         if self.pinned is not None:
             self.pinned.close()
 

@@ -33,13 +33,17 @@ class EngramReader:
         config: DriveConfig,
         cache_rows: int,
         conversations: int = 1,
+        limit_s: float | None = None,
     ) -> None:
-        """cache_rows: kept in RAM, of each table.  conversations: that may each wait for rows."""
+        """cache_rows: kept in RAM, of each table.  conversations: that may each wait for rows.
+
+        limit_s: as for `RowReader`.
+        """
         self._readers: dict[int, tuple[RowReader, RowReader]] = {}
         for layer, table in zip(layers, tables, strict=True):
             files = sorted({part.file for part in (*table.values.parts, *table.scales.parts)})
             values, scales = (
-                RowReader(rows, DirectReader(files, config), cache_rows)
+                RowReader(rows, DirectReader(files, config), cache_rows, limit_s)
                 for rows in (table.values, table.scales)
             )
             self._readers[layer] = (values, scales)

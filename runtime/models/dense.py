@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conf.schema import RunConfig, Weights
-from kernels import fp8_matvec, nvfp4_matvec
-from kernels import reference as ops
+from kernels import dense_ops, fp8_matvec, nvfp4_matvec
 from runtime import hardware
 from runtime.budget import ModelSizes
 from runtime.checkpoint import Checkpoint, torch_dtype
@@ -30,9 +29,10 @@ from runtime.drafts.opening import check_device, has_heads
 from runtime.errors import UserError
 from runtime.experts.streamer import ExpertSource
 from runtime.living_kv.hot import buffer_tokens
-from runtime.models.buffers import NoRows, check_context, open_part
+from runtime.models.buffers import NoRows, check_context, open_part, sendable
 from runtime.models.dense_codec import open_codec as open_codec
 from runtime.models.dense_state import SCORES_NBYTES, DenseState, KvState
+from runtime.models.dense_step import DenseStep, FixedState
 from runtime.models.dense_weights import (
     EMBEDDING,
     FLOATS,
@@ -64,11 +64,12 @@ class DenseModel:
         layout: LayerLayout,
         experts: ExpertSource,
         dtype: torch.dtype,
+        has_graphs: bool = True,
     ) -> None:
         """weights: the residents by their checkpoint names; a head that is not there is the embedding table.
 
         All but the table lie where hidden states are computed; a quantised head is codes and scales.  dtype: of the
-        hidden states.
+        hidden states.  has_graphs: single tokens of states that never move are replayed (CUDA).
         """
         self.spec, self.layout, self.experts, self.dtype = spec, layout, experts, dtype
         self.embedding = weights[EMBEDDING]
@@ -77,6 +78,8 @@ class DenseModel:
         self.norm = weights[NORM].float()
         self.device = self.norm.device
         self.rows = NoRows()
+        # fixed addresses cost a CPU more than they save: nothing is launched there
+        self.step = DenseStep(self, has_graphs) if self.device.type == "cuda" else None
         self.dense_nbytes = sum(
             part.nbytes for i in range(spec.depth) for part in layout.layer_parts(i)
         )
@@ -117,11 +120,18 @@ class DenseModel:
     ) -> Tensor:
         """Take tokens in, layer by layer, each layer's weights read ahead. Returns the last residual stream [T, H]."""
         spec = self.spec
+        if (
+            self.step is not None
+            and len(tokens) == 1
+            and isinstance(state, FixedState)
+            and state.begin_step()
+        ):
+            return self.step.run(tokens[0], state, after_layer)
         positions = torch.arange(state.position, state.position + len(tokens))
-        cos, sin = (
-            t.to(self.device) for t in rope_tables(positions, spec.head_dim, spec.rope_theta)
-        )
-        hidden = self.embedding[torch.tensor(tokens)].to(self.device, self.dtype)
+        tables = torch.stack(rope_tables(positions, spec.head_dim, spec.rope_theta))
+        cos, sin = sendable(tables, self.device).to(self.device, non_blocking=True)
+        rows = sendable(self.embedding[torch.tensor(tokens)], self.device)
+        hidden = rows.to(self.device, non_blocking=True).to(self.dtype)
         state.begin(len(tokens))
         for layer, record in self.experts.sweep(0, range(spec.depth)):
             hidden = self.block(layer, self.open_layer(layer, record), hidden, state, cos, sin)
@@ -150,30 +160,33 @@ class DenseModel:
     ) -> Tensor:  # fmt: skip
         """Run one layer.  hidden: [T, H].  Returns [T, H]."""
         spec, tokens = self.spec, hidden.shape[0]
-        x = ops.rms_norm(hidden, w["input_layernorm.weight"], spec.eps)
+        x = dense_ops.rms_norm(hidden, w["input_layernorm.weight"], spec.eps)
         q, k, v = (
             project(x, w, f"self_attn.{p}_proj").view(tokens, -1, spec.head_dim) for p in "qkv"
         )
         if spec.has_qk_norm:
-            q = ops.rms_norm(q, w["self_attn.q_norm.weight"], spec.eps)
-            k = ops.rms_norm(k, w["self_attn.k_norm.weight"], spec.eps)
+            q = dense_ops.rms_norm(q, w["self_attn.q_norm.weight"], spec.eps)
+            k = dense_ops.rms_norm(k, w["self_attn.k_norm.weight"], spec.eps)
         out = state.attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(1)
         hidden = hidden + project(out, w, "self_attn.o_proj")
-        x = ops.rms_norm(hidden, w["post_attention_layernorm.weight"], spec.eps)
-        inner = F.silu(project(x, w, "mlp.gate_proj")) * project(x, w, "mlp.up_proj")
+        x = dense_ops.rms_norm(hidden, w["post_attention_layernorm.weight"], spec.eps)
+        inner = dense_ops.silu_product(project(x, w, "mlp.gate_proj"), project(x, w, "mlp.up_proj"))
         return hidden + project(inner, w, "mlp.down_proj")
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [T, H], the last residual stream.  Returns [T, vocab] fp32."""
-        x = ops.rms_norm(hidden, self.norm, self.spec.eps)
+        x = dense_ops.rms_norm(hidden, self.norm, self.spec.eps)
         parts = []
-        for at in range(0, len(self.head), HEAD_ROWS):
-            rows = self.head[at : at + HEAD_ROWS]
+        # one token's product on a GPU widens nothing
+        is_whole = hidden.is_cuda and len(hidden) == 1 and self.head_scale is not None
+        step = len(self.head) if is_whole else HEAD_ROWS
+        for at in range(0, len(self.head), step):
+            rows = self.head[at : at + step]
             if self.head_scale is None:
                 parts.append(F.linear(x, rows.to(self.dtype)).float())
             else:
-                scale = self.head_scale[at : at + HEAD_ROWS]
+                scale = self.head_scale[at : at + step]
                 parts.append(fp8_matvec.linear(x, rows, scale).float())
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -236,6 +249,7 @@ class DenseAttempt:
 
 READS_IN_PLACE = False
 IS_DENSE = True  # every layer comes by for every token
+HAS_TOKEN_GRAPH = False  # hw.graphs=token
 
 
 def read_spec(snapshot: Path) -> DenseSpec:
@@ -330,9 +344,9 @@ def _scratch(spec: DenseSpec, weights: Weights, dtype: torch.dtype) -> _Scratch:
         widened = dtype.itemsize * max(layer, head_rows * spec.hidden)
     elif weights is Weights.int8_rows:
         widened = dtype.itemsize * max(spec.hidden * spec.intermediate, head_rows * spec.hidden)
-    else:  # a piece of a matrix as look-ups, values and their narrow copy; the head is 8-bit rows
-        rows = min(nvfp4_matvec.WIDENED_ROWS, widest)
-        widened = max(12 * rows * widest, dtype.itemsize * head_rows * spec.hidden)
+    else:  # a GPU's narrow copy of a matrix; wide, it is look-ups and values; the head is 8-bit rows
+        number = dtype.itemsize if dtype.itemsize == 2 else 12
+        widened = max(number * spec.hidden * widest, dtype.itemsize * head_rows * spec.hidden)
     scores = 3 * SCORES_NBYTES  # fp32, masked, and as probabilities
     return _Scratch(widened, scores, 16 * spec.intermediate + 32 * spec.hidden)
 
@@ -347,7 +361,6 @@ def open_model(
     dtype: torch.dtype,
 ) -> DenseModel:
     """Load the residents, as they are stored; the embedding table stays in RAM."""
-    del config
     checkpoint = Checkpoint.open(files.snapshot)
     embedding = checkpoint.load(EMBEDDING)
     weights = {EMBEDDING: embedding, NORM: checkpoint.load(NORM).to(device)}
@@ -359,4 +372,4 @@ def open_model(
         weights[HEAD] = checkpoint.load(HEAD).to(device)
     elif device.type != "cpu":
         weights[HEAD] = embedding.to(device)
-    return DenseModel(spec, weights, layout, experts, dtype)
+    return DenseModel(spec, weights, layout, experts, dtype, config.hw.has_graphs)

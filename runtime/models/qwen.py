@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,11 +22,14 @@ from runtime.budget import ModelSizes
 from runtime.checkpoint import Checkpoint, bytes_to_tensor, read_extent, read_header, torch_dtype
 from runtime.drafts.opening import check_device, has_heads, most_rows
 from runtime.errors import UserError
+from runtime.experts.cpu_share import CpuShare, open_share
 from runtime.experts.layout import Nvfp4Shape, PackedLayout
 from runtime.experts.reader import DirectReader
+from runtime.experts.slots import SlotExperts
 from runtime.experts.spread import open_pack
 from runtime.experts.streamer import ExpertSource
 from runtime.models.buffers import check_context
+from runtime.models.cpu_experts import Nvfp4Compute, compiled_kernels
 from runtime.models.lanes import open_lanes
 from runtime.models.qwen_codec import QwenCodec
 from runtime.models.qwen_decode import Decoder
@@ -37,6 +40,7 @@ from runtime.models.qwen_model import (
     MAX_PAIRS,
     QwenModel,
 )
+from runtime.models.qwen_token import TokenDecoder
 from runtime.models.qwen_weights import (
     RESIDENTS_NAME,
     TABLES_NAME,
@@ -61,6 +65,7 @@ WORKSPACE_NBYTES = (64 + 96) * 2**20
 # a GPU reads experts in RAM where they are: 2.8 MB each, copies would cost the host's time
 READS_IN_PLACE = True
 IS_DENSE = False
+HAS_TOKEN_GRAPH = True  # hw.graphs=token
 
 
 def read_spec(snapshot: Path) -> QwenSpec:
@@ -211,7 +216,8 @@ def open_model(
             "the snapshot mixes two releases: fetch it again",
         )
     reader = DirectReader(sorted({part.file for part in table.parts}), config.hw.drive)
-    rows = RowReader(table, reader, config.cache.table_rows)
+    limit_s = config.hw.token_limit_s if device.type == "cuda" else None
+    rows = RowReader(table, reader, config.cache.table_rows, limit_s)
     scalars = read_pack_scalars(files.pack, spec)
     scales = torch.tensor(scalars).view(spec.num_layers, spec.num_experts, -1)[..., :3].contiguous()
     prefetch = config.prefetch
@@ -219,10 +225,15 @@ def open_model(
     guesses = max(spec.top_k, prefetch.copy) if prefetch.experts or prefetch.copy else 0
     model = QwenModel(spec, weights, scales.to(device), experts, rows, table_scale, guesses)
     if device.type == "cuda":
-        model.decoder = open_lanes(
-            partial(Decoder, model, config.model.context_tokens, config.hw.graphs),
-            config.serve.max_batch,
-        )
+        context = config.model.context_tokens
+        cpu = _open_cpu(spec, config.hw.cpu_experts, experts, scales, device, dtype)
+        if limit_s is not None:
+            model.decoder = TokenDecoder(model, context, limit_s)
+        else:
+            model.decoder = open_lanes(
+                partial(Decoder, model, context, config.hw.has_graphs, cpu=cpu),
+                config.serve.max_batch,
+            )
     if config.drafts.enabled:
         from runtime.models.qwen_drafts import mtp_depth, with_mtp
 
@@ -230,6 +241,39 @@ def open_model(
         if has_heads(config.drafts, mtp_depth(checkpoint)):
             return with_mtp(model, checkpoint, config, dtype)
     return model
+
+
+def _open_cpu(
+    spec: QwenSpec,
+    wanted: str,
+    experts: ExpertSource,
+    scales: Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[CpuShare, Nvfp4Compute] | None:
+    """Let the CPU compute a share of the experts in RAM, where that was asked for and helps.
+
+    scales: [L, E, 3] fp32, in RAM.
+    """
+    if not isinstance(experts, SlotExperts) or experts.workers is None:
+        return None
+    from kernels.nvfp4_expert import nvfp4_experts
+
+    compute = Nvfp4Compute(
+        scales, spec.top_k, spec.hidden, spec.intermediate, dtype, device, compiled_kernels()
+    )
+    x = torch.zeros(1, spec.hidden, dtype=dtype, device=device)
+    rows, inner, ones = (
+        torch.ones(spec.top_k, width, device=device)
+        for width in (spec.hidden, spec.intermediate, 3)
+    )
+
+    def in_place(records: Sequence[Tensor]) -> None:
+        table = torch.tensor([record.data_ptr() for record in records], device=device)
+        nvfp4_experts(x, table, ones, inner[: len(table)], rows[: len(table)])
+
+    share = open_share(wanted, experts, compute, rows, in_place)
+    return None if share is None else (share, compute)
 
 
 # tensors of one layer that a decode step reads as one matrix: they are loaded one behind the other

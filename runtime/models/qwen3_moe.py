@@ -303,6 +303,7 @@ class Qwen3MoeModel:
 # experts in RAM are copied to VRAM first: they lie off any alignment, and torch cannot read them in place
 READS_IN_PLACE = False
 IS_DENSE = False
+HAS_TOKEN_GRAPH = False  # hw.graphs=token
 
 # of libraries, and what the allocator cannot hand out again; taken over from the other families, not measured
 WORKSPACE_NBYTES = 160 * 2**20

@@ -29,6 +29,8 @@ from runtime.models.graphs import Graphs
 from runtime.models.qwen_state import AttentionState, QwenState
 
 if TYPE_CHECKING:
+    from runtime.experts.cpu_share import CpuShare
+    from runtime.models.cpu_experts import Nvfp4Compute
     from runtime.models.qwen_model import Attention, DeltaNet, QwenModel
 
 
@@ -41,11 +43,16 @@ class Decoder:
         context_tokens: int,
         has_graphs: bool,
         graphs: Graphs | None = None,
+        cpu: tuple[CpuShare, Nvfp4Compute] | None = None,
     ) -> None:
         """context_tokens: keys, values and masks have room for this many.  has_graphs: capture and replay (CUDA).
 
-        graphs: of another decoder of this model.
+        graphs: of another decoder of this model.  cpu: who computes a share of the experts, and with what input.
         """
+        self._share: CpuShare | None = None
+        self._cpu: Nvfp4Compute | None = None
+        if cpu is not None:
+            self._share, self._cpu = cpu
         spec, like = model.spec, model.head
         self.model, self.spec = model, spec
         size = spec.block_tokens
@@ -130,14 +137,11 @@ class Decoder:
     @torch.inference_mode()
     def step(self, token: int, state: QwenState) -> Tensor:
         """Take in one token: fp32 logits [1, vocab], overwritten by the next step."""
-        model, spec = self.model, self.spec
-        self.bind(state)
-        self.host_in[0], self.host_in[1] = token, state.position
-        self.host_hidden[0] = model.embedding[token]
-        request = model.rows.request(model.ple.row_ids([token], state.ngram_context))
+        spec = self.spec
+        request = self._begin(token, state)
         for layer in range(spec.num_layers):
             if layer == spec.ple_layer:
-                self.host_rows.copy_(model.rows.collect(request).flatten())
+                self._collect(request)
             self._run(layer, partial(self._segment, layer))
             if self._event is not None:
                 started = time.perf_counter_ns()
@@ -146,17 +150,33 @@ class Decoder:
                 self.wait_ns += time.perf_counter_ns() - started
             self._run_experts(layer)
         self._run(spec.num_layers, self._last)
+        return self._end(token, state)
+
+    def _begin(self, token: int, state: QwenState) -> Any:
+        """Fill in the step's inputs; ask for the token's n-gram rows, and return that request."""
+        model = self.model
+        self.bind(state)
+        self.host_in[0], self.host_in[1] = token, state.position
+        self.host_hidden[0] = model.embedding[token]
+        return model.rows.request(model.ple.row_ids([token], state.ngram_context))
+
+    def _collect(self, request: Any) -> None:
+        self.host_rows.copy_(self.model.rows.collect(request).flatten())
+
+    def _end(self, token: int, state: QwenState) -> Tensor:
         self._steps += 1
         state.ngram_context = [*state.ngram_context, token][-2:]
         state.position += 1
         for layer, cache in state.attention.items():
             cache.open_block = self.static.attention[layer].open_block[
-                : state.position % spec.block_tokens
+                : state.position % self.spec.block_tokens
             ]
         return self.logits
 
     def _run_experts(self, layer: int) -> None:
         """Run a layer's experts in the waves in which they arrive."""
+        if self._share is not None and self._steps:  # the first step compiles what graphs replay
+            self._share.arm()
         ids = self._route_view[layer].tolist()
         route, guesses = ids[: self.spec.top_k], ids[self.spec.top_k :]
         row_of = {expert: row for row, expert in enumerate(sorted(route))}
@@ -167,6 +187,7 @@ class Decoder:
                 self.rows[row] = ops.nvfp4_swiglu_expert(
                     self.x, record, self.scales[row], self.spec.intermediate
                 )[0]
+            self._put_cpu_rows()
             return
         number = 0
         for wave in waves:
@@ -178,6 +199,11 @@ class Decoder:
                 table[row_of[expert]] = record.data_ptr()
             self._run(("wave", number), partial(self._wave, number))
             number += 1
+        self._put_cpu_rows()
+
+    def _put_cpu_rows(self) -> None:
+        if self._share is not None and self._share.has_rows:
+            self._run("cpu", partial(self._share.put, self.rows))
 
     def _run(self, name: Hashable, launch: Callable[[], None]) -> None:
         self.graphs.run(name, launch, is_first=self._steps == 0)
@@ -197,6 +223,7 @@ class Decoder:
         else:
             self._moe.combine_token(self.weights, self.rows, self.shared, self.y)
         if layer == spec.ple_layer:
+            self._await_rows(layer)
             if y is not None:
                 self.residual += self.amount * y.unsqueeze(1)
             self._add_ple()
@@ -225,10 +252,23 @@ class Decoder:
             self.guess_logits, self.shared_inner, self.shared_gate,
         )  # fmt: skip
         self._moe.route_token(
-            self.router_logits, self.guess_logits, moe.scales, self.host_route[layer], self.weights, self.scales,
+            self.router_logits, self.guess_logits, moe.scales, self._route_of(layer), self.weights, self.scales,
             model.num_guesses,
         )  # fmt: skip
+        self._routed(layer)
         self._moe.shared_down_token(self.shared_inner, self.shared_gate, down, self.shared)
+        if self._cpu is not None:
+            self._cpu.receive(self.x)
+
+    def _route_of(self, layer: int) -> Tensor:
+        """Return where a layer's route and guesses go: [k + guesses] int64."""
+        return self.host_route[layer]
+
+    def _routed(self, layer: int) -> None:
+        """Launch what follows a layer's route before its shared expert."""
+
+    def _await_rows(self, layer: int) -> None:
+        """Launch what precedes the use of the n-gram rows."""
 
     def _wave(self, number: int) -> None:
         from kernels.nvfp4_expert import nvfp4_experts

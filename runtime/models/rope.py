@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels import dense_ops
+
 
 def inverse_frequencies(dim: int, theta: float) -> Tensor:
     """Return the rotary frequencies [dim / 2] fp32, as the models round them."""
@@ -24,7 +26,4 @@ def rope_tables(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tens
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs (i, i + D/2) in fp32 and round once.  x: [..., T, heads, D].  cos, sin: [T, D/2] fp32."""
-    half = x.shape[-1] // 2
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    a, b = x[..., :half].float(), x[..., half:].float()
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    return dense_ops.rotate(x, cos, sin)

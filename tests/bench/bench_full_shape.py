@@ -26,10 +26,12 @@ from kernels.formats import fp8_rows_quantize
 from runtime import cores
 from runtime.experts.arena import HostArena
 from runtime.experts.copies import CudaCopier
+from runtime.experts.paced import PacedCopier
 from runtime.experts.slots import SlotExperts, passing_slots
 from runtime.experts.streamer import ResidentExperts
 from runtime.models.qwen_decode import Decoder
 from runtime.models.qwen_model import QwenModel
+from runtime.models.qwen_token import TokenDecoder
 from runtime.models.qwen_weights import FP8_ROW_TAILS, PREFIX, QwenSpec
 from runtime.stats import ExpertCounters
 
@@ -167,6 +169,7 @@ def main() -> None:
         "--kept", default="0", help="VRAM slots that keep experts, several with commas"
     )
     parser.add_argument("--eager", action="store_true", help="also without graphs")
+    parser.add_argument("--token", action="store_true", help="also with one graph for each token")
     parser.add_argument("--pin", action="store_true", help="pin this thread as an engine does")
     parser.add_argument("--prompts", action="store_true", help="memory and time of prompts instead")
     args = parser.parse_args()
@@ -183,24 +186,28 @@ def main() -> None:
     guesses = max(spec.top_k, *copies)
     model = QwenModel(spec, weights, scales, experts, RandomRows(spec.ple_dim), 1e-3, guesses)
     results, wanted = [], None
-    for copy, slots_kept, has_graphs in product(
-        copies, kept, (False, True) if args.eager else (True,)
-    ):
+    modes = [*(["eager"] if args.eager else []), "graphs", *(["token"] if args.token else [])]
+    for copy, slots_kept, mode in product(copies, kept, modes):
         num_slots = passing_slots(copy) + slots_kept
         copier = CudaCopier(num_slots, RECORD_NBYTES, torch.device("cuda"))
-        slots = SlotExperts(experts, copier, spec.num_layers, spec.top_k, copy)
+        paced = PacedCopier(copier) if mode == "token" else copier
+        slots = SlotExperts(experts, paced, spec.num_layers, spec.top_k, copy)
         model.experts = slots
         if args.prompts:
             measure_prompts(model, args.context)
             return
-        found, logits = decode(Decoder(model, args.context, has_graphs), slots, args.tokens)
+        if mode == "token":
+            decoder = TokenDecoder(model, args.context, limit_s=20.0)
+        else:
+            decoder = Decoder(model, args.context, has_graphs=mode == "graphs")
+        found, logits = decode(decoder, slots, args.tokens)
         wanted = logits if wanted is None else wanted
-        found |= {"copy": copy, "kept": slots_kept, "graphs": has_graphs}
+        found |= {"copy": copy, "kept": slots_kept, "mode": mode}
         found["floor_ms"] = floor_ms = found["copied_nbytes"] / rate / 1e6
         found["same_bits"] = bool(torch.equal(logits, wanted))
         found["is_finite"] = bool(logits.isfinite().all())
         results.append(found)
-        print(f"copy {copy:2} kept {slots_kept:4} {'graphs' if has_graphs else 'eager ':6} {found['ms']:.2f} ms (p95 "
+        print(f"copy {copy:2} kept {slots_kept:4} {mode:6} {found['ms']:.2f} ms (p95 "
               f"{found['p95_ms']:.2f}), host {found['host_ms']:.2f} ms, {found['ms'] / floor_ms:.2f} x its PCIe floor "
               f"of {floor_ms:.2f} ms, VRAM hits {found['vram_hits']:.1%}, early copies used "
               f"{found['early_used']:.1%}, same bits {found['same_bits']}, graphs hold {found['pool_mib']:.1f} MiB",

@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--ram-gib", type=float, default=2.0, help="of cold blocks")
+    parser.add_argument("--plain-steps", action="store_true", help="decode by slices, as on a CPU")
     parser.add_argument("--out", type=Path, help="folder of the store, removed at the end")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -202,6 +203,8 @@ def main() -> None:
     model = random_model(
         read_config(args.config, args.layers), Weights(args.weights), device, dtype
     )
+    if args.plain_steps:
+        model.step = None
     config = MemoryConfig(
         window=args.window, budget=args.budget, chunk=args.chunk, ram_gib=args.ram_gib, calibration=20,
         template=Template.none, mode=AnswerMode.kv,

@@ -2,11 +2,14 @@
 
     python tests/bench/bench_simulator.py [--tokens 60] [--repeats 3]
 
-Measured beforehand: with every expert in RAM one expert and a token, whose rest is shared out over the layers; and what
-one read takes beyond its simulated time, which is added to the latency. With them the simulator replays the route of
-each run, recorded while it ran. A token does the same work in each repeat, and what else runs on the machine can only
-add to it: so its time is the least of the interleaved repeats. Shown are medians over the tokens. Not collected by
-pytest.
+Measured beforehand: with every expert in RAM one expert and a token's CPU time, whose rest is shared out over the
+layers; and what one read takes beyond its simulated time, which is added to the latency. With them the simulator
+replays the route of each run, recorded while it ran.
+
+What else runs on the machine is kept out: computing is CPU time of the decoding thread, and a token's time is the
+wall's less what the kernel says that this thread could have run and was not let (`schedstat`). What is left of other
+work, waits that end late among it, can only add: so a token's time is the least of the interleaved repeats. Shown are
+medians over the tokens. Not collected by pytest.
 """
 
 from __future__ import annotations
@@ -16,9 +19,12 @@ import json
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -55,8 +61,27 @@ def config(*words: str) -> RunConfig:
         return load(compose("config", ["hw=cpu", "hw.compute_threads=1", *words]))
 
 
-def run(cfg: RunConfig, files: EngineFiles, text: list[int], routes: Path | None) -> list[float]:
-    """Decode the text token by token; returns each token's milliseconds."""
+class Spent(NamedTuple):
+    """What a token took, in milliseconds."""
+
+    wall_ms: float
+    delayed_ms: float  # of it, ready to run while others did
+    cpu_ms: float  # of the decoding thread
+
+    @property
+    def own_ms(self) -> float:
+        return self.wall_ms - self.delayed_ms
+
+
+def clocks_ms() -> Spent:
+    """Return this thread's clocks. Raises OSError where the kernel keeps no schedstat."""
+    stat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text()
+    delayed_ns = int(stat.split()[1])
+    return Spent(time.perf_counter() * 1e3, delayed_ns / 1e6, time.thread_time() * 1e3)
+
+
+def run(cfg: RunConfig, files: EngineFiles, text: list[int], routes: Path | None) -> list[Spent]:
+    """Decode the text token by token; returns what each took."""
     engine = Engine.open(cfg, files)
     if routes is not None:
         engine.record_routes(routes)
@@ -64,9 +89,10 @@ def run(cfg: RunConfig, files: EngineFiles, text: list[int], routes: Path | None
     session.sync(text[:PROMPT_TOKENS])
     times = []
     for count in range(PROMPT_TOKENS + 1, len(text) + 1):
-        started = time.perf_counter()
+        before = clocks_ms()
         session.sync(text[:count])
-        times.append((time.perf_counter() - started) * 1e3)
+        after = clocks_ms()
+        times.append(Spent(*(b - a for a, b in zip(before, after, strict=True))))
     engine.close()
     return times
 
@@ -106,9 +132,9 @@ def read_extra_us(files: EngineFiles) -> float:
     return statistics.quantiles(extra, n=4)[0]
 
 
-def least(repeats: list[list[float]]) -> float:
+def least(repeats: list[list[Spent]], what: Callable[[Spent], float]) -> float:
     """Return the median over the tokens of each token's least time."""
-    return statistics.median(map(min, zip(*repeats, strict=True)))
+    return statistics.median(min(map(what, token)) for token in zip(*repeats, strict=True))
 
 
 def main() -> None:
@@ -127,8 +153,8 @@ def main() -> None:
     engine.close()
 
     one_ms, extra_us = expert_ms(files), read_extra_us(files)
-    measured: dict[int, list[list[float]]] = {number: [] for number in range(len(SETTINGS))}
-    in_ram: list[list[float]] = []
+    measured: dict[int, list[list[Spent]]] = {number: [] for number in range(len(SETTINGS))}
+    in_ram: list[list[Spent]] = []
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(args.repeats):
             whole = config("cache.ram_gib=1", "prefetch.experts=0")
@@ -140,7 +166,7 @@ def main() -> None:
                 )  # fmt: skip
                 path = Path(folder) / f"{number}.bin"
                 measured[number].append(run(config(*words), files, text, None if repeat else path))
-        layer_ms = (least(in_ram) - 48 * one_ms) / 8
+        layer_ms = (least(in_ram, lambda spent: spent.cpu_ms) - 48 * one_ms) / 8
         print(
             f"one expert {one_ms * 1e3:.0f} us, the rest of a layer {layer_ms * 1e3:.0f} us, "
             f"a read {extra_us:.0f} us more",
@@ -155,19 +181,21 @@ def main() -> None:
             record = trace.header.record_nbytes
             cache_rows = max(6 + guesses, int(ram * 2**30) // record)
             stats = Simulation(trace.header, machine, Setting(cache_rows, guesses)).replay(trace)
-            real = least(measured[number])
+            real = least(measured[number], lambda spent: spent.own_ms)
+            wall = least(measured[number], lambda spent: spent.wall_ms)
             found = statistics.median(one.total_ms for one in stats)
             rows.append(
                 [
                     f"{rate:g}",
                     f"{ram:g}",
                     str(guesses),
+                    f"{wall:.2f}",
                     f"{real:.2f}",
                     f"{found:.2f}",
                     f"{found / real - 1:+.1%}",
                 ]
             )
-    header = ["drive GiB/s", "cache.ram_gib", "P", "measured ms", "simulated ms", "error"]
+    header = ["drive GiB/s", "cache.ram_gib", "P", "wall ms", "own ms", "simulated ms", "error"]
     print(format_table(header, rows))
     print(json.dumps([dict(zip(header, row, strict=True)) for row in rows]))
 

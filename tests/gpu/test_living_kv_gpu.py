@@ -9,11 +9,13 @@ import torch
 
 from conf.schema import AnswerMode, MemoryConfig, Template, Weights
 from kernels import fp8_matvec, nvfp4_matvec, reference
-from kernels.formats import int8_rows_quantize, nvfp4_quantize
+from kernels.formats import int8_rows_quantize, nvfp4_quantize, nvfp4_values
 from runtime.experts.copies import CudaCopier
 from runtime.experts.layer_slots import LayerSlots
 from runtime.living_kv.codec import NAMES, Codec
 from runtime.living_kv.hot import HotState
+from runtime.living_kv.positions import Mode
+from runtime.living_kv.to_host import ToHost
 from runtime.units import GIB
 from tests.bench.bench_living_kv import RELEASED, measure, predicted_nbytes, read_config
 from tests.random_dense import random_model
@@ -128,6 +130,76 @@ def test_attention_on_the_device_is_that_of_the_cpu():
         state.bring_near()
         outs.append(model.prefill([3, 4, 5], state).cpu())
     assert float((outs[0] - outs[1]).norm() / outs[0].norm()) < 1e-4
+
+
+def asked(model, mode: Mode, at: int = 560_000) -> HotState:
+    """A question's state in a mode: sinks, cold tokens and a tail, two, one and no chunk before the question."""
+    some = torch.Generator().manual_seed(2)
+    shape = (2, model.spec.depth, 600, model.spec.kv_heads, model.spec.head_dim)
+    keys, values = torch.randn(shape, generator=some).to(model.dtype)
+    state = HotState(model.spec, 4, 640, 1024, 512, model.dtype, model.device)
+    state.put_hot(keys[:, :64], values[:, :64], at - 64)
+    state.put_sinks(keys[:, 64:68], values[:, 64:68])
+    state.floor = state.hot_start
+    places = torch.cat([torch.arange(start, start + 250) for start in (at // 3, at // 2)])
+    state.retrieve(keys[:, 68:568], values[:, 68:568], places)
+    if mode is Mode.near:
+        state.bring_near()
+    if mode is Mode.dca:
+        state.bring_into_chunks()
+    return state
+
+
+@pytest.fixture
+def few_layers():
+    shape = read_config(RELEASED, 4) | {"vocab_size": 2048}
+    return random_model(shape, Weights.nvfp4, torch.device("cuda"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_tokens_from_graphs_are_those_that_are_launched(few_layers, mode):
+    """The same launches, captured or not: every bit; and what plain slices give, but for the order of sums."""
+    model = few_layers
+    launched, captured, plain = (asked(model, mode) for _ in range(3))
+    launched.steps.graphs.is_on = False
+    for state in (launched, captured, plain):
+        model.run([5, 6, 7], state)
+    step = model.step
+    for token in range(100, 112):
+        found = model.run([token], captured)
+        assert torch.equal(found, model.run([token], launched))
+        model.step = None
+        wanted = model.run([token], plain)
+        model.step = step
+        assert float((found - wanted).float().norm() / wanted.float().norm()) < 2e-2
+    assert torch.equal(captured.keys, launched.keys)
+    assert torch.equal(captured.values, launched.values)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_neither_a_token_nor_a_chunk_waits_for_the_device(few_layers, mode):
+    """From the token's number to its logits, and from a chunk's to its encoded blocks, the host asks nothing back."""
+    model, state = few_layers, asked(few_layers, mode)
+    codec = Codec("k8c_v8t", model.spec.depth, model.spec.kv_heads, model.spec.head_dim)
+    for _ in range(3):  # kernels are compiled, graphs captured
+        model.logits(model.run([9], state))
+        model.run(list(range(128)), state)
+        ToHost(codec.encode_blocks(*state.hot(559_936, 560_064), 2)).wait()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model.logits(model.run([9], state))
+        model.run(list(range(128)), state)
+        raw = ToHost(codec.encode_blocks(*state.hot(559_936, 560_064), 2))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wanted = [codec.encode(*state.hot(at, at + 64)) for at in (559_936, 560_000)]
+    assert [bytes(row.numpy()) for row in raw.wait()] == wanted
+
+
+def test_a_widened_matrix_is_the_definition():
+    codes, scales, _ = nvfp4_quantize(torch.randn(600, 18944))
+    found = nvfp4_matvec.nvfp4_widen(codes.cuda(), scales.cuda(), torch.bfloat16)
+    assert torch.equal(found.float().cpu(), nvfp4_values(codes, scales))
 
 
 @pytest.mark.slow

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import threading
+import time
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from kernels.deepseek_prompt import Fp8Weight
 from runtime.experts.layout import ExpertKey
 from runtime.models import deepseek_model
 from runtime.models.deepseek_decode import Decoder
+from runtime.models.deepseek_whole import TokenDecoder
+from runtime.models.head_split import HeadSplit
 from tests.parity import deepseek_golden as golden
 
 pytestmark = pytest.mark.slow  # an interpreted step takes seconds
@@ -156,3 +161,73 @@ def test_chunks_of_a_prompt_never_show(chunk: int):
     )  # bf16 products of another number of rows may round one result otherwise
     assert float(errors.mean()) < 1e-3
     assert cut.position == whole.position
+
+
+class ThreadDecoder(TokenDecoder):
+    """The graph of a token is a thread."""
+
+    def _launch(self):
+        self.thread = threading.Thread(target=self._play, daemon=True)
+        self.thread.start()
+
+    @torch.inference_mode()
+    def _play(self):
+        self._whole()
+
+    def _synchronize(self):
+        if hasattr(self, "thread"):
+            self.thread.join(120)
+            assert not self.thread.is_alive(), "the graph hangs"
+
+    def step(self, token, state):
+        logits = super().step(token, state)
+        self._synchronize()  # the stream's order
+        return logits
+
+
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="interpreted on a CPU; tests/gpu runs the compiled kernels"
+)
+def test_one_graph_per_token_has_the_bits_of_segments(monkeypatch):
+    """The first step runs in segments in any case."""
+    tokens = golden.fed_tokens("p7")
+    model = packed_model(monkeypatch, num_guesses=4)
+    decoder = model.decoder = ThreadDecoder(model, Offsets(model.spec), 60.0, has_graphs=False)
+    decoder._token_graph._breathe = lambda _: time.sleep(1e-3)  # the interpreter needs the core
+    state, other = model.new_state(), model.new_state()
+    model.decode(tokens[0], state)
+    other.restore(state.tensors())
+    wanted = Decoder.step(decoder, tokens[1], other).clone()
+    assert torch.equal(model.decode(tokens[1], state), wanted)
+    found = state.tensors()
+    for name, value in other.tensors().items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="interpreted on a CPU; tests/gpu runs the compiled kernels"
+)
+def test_a_shared_head_is_the_same_head(monkeypatch):
+    """The CPU's rows differ by fp32's rounding, the GPU's by nothing."""
+    tokens = golden.fed_tokens("p1")[:2]
+
+    def decode(model):
+        state = model.new_state()
+        return torch.cat([model.decode(token, state) for token in tokens])
+
+    model = packed_model(monkeypatch)
+    wanted = decode(model)
+    weight = golden.weights_of(golden.GOLDEN / "checkpoint")["head.weight"]
+    product = functools.partial(model.decoder._linear.steady_linear, is_double=False)
+    split = HeadSplit(weight, product, threads=2)
+    for cpu_rows in (0, len(weight) // 2, len(weight)):
+        split.cpu_rows = cpu_rows
+        model.head_split = split
+        model.decoder = Decoder(model, Offsets(model.spec), has_graphs=False)
+        found = decode(model)
+        assert torch.equal(found[:, cpu_rows:], wanted[:, cpu_rows:])
+        u = model.decoder.u  # of the last token
+        bound = 2 * u.numel() * 2.0**-24 * (weight.double().abs() @ u.double().abs())
+        assert ((found[-1] - wanted[-1]).double().abs() <= bound).all()
+        assert torch.equal(found.argmax(1), wanted.argmax(1))
+    split.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import pytest
 import torch
 
 from conf.schema import AnswerMode, Fuse, KvCodec, StoreKind, Template
 from runtime.errors import UserError
-from runtime.living_kv.errors import MemoryUsageError, StoreRefusedError
+from runtime.living_kv.errors import DiskFullError, MemoryUsageError, StoreRefusedError
 from runtime.living_kv.identity import check_identity
 from runtime.living_kv.store import Store
 from runtime.sampling import SamplingParams
@@ -120,6 +121,41 @@ def test_an_interrupted_text_goes_on_behind_its_last_piece(snapshot, model, tmp_
     assert cut == Store.open(tmp_path / "whole").tokens().tolist()
     assert Store.open(tmp_path / "cut").verify() == []
     assert len(Store.open(tmp_path / "cut").sessions) == 1
+
+
+def test_a_commit_that_fails_behind_the_model_ends_the_text_there(
+    snapshot, model, tmp_path, monkeypatch
+):
+    """The piece after it is being read: its error comes out, nothing behind it is committed, the rest can follow."""
+    whole = open_memory(snapshot, tmp_path / "whole", settings(), model)
+    whole.ingest(A, "a", progress=(all_done := []).append)
+    whole.close()
+    memory = open_memory(snapshot, tmp_path / "cut", settings(), model)
+    real, seen, done = Store.append, [], []
+
+    def append(self, update):
+        seen.append(threading.current_thread())
+        if len(seen) == 3:
+            raise DiskFullError("E-SPACE: the third", "free some")
+        return real(self, update)
+
+    monkeypatch.setattr(Store, "append", append)
+    with pytest.raises(DiskFullError, match="the third"):
+        memory.ingest(A, "a", progress=done.append)
+    assert len(seen) == 3
+    assert threading.main_thread() not in seen
+    assert memory.store.commit.seq == 2
+    assert done == all_done[:2]
+    assert memory.state.position == memory.store.commit.tokens
+    monkeypatch.undo()
+    memory.ingest(A, "a", progress=done.append)
+    assert done == all_done
+    memory.close()
+    # the window came back from 8-bit blocks, so keys differ; what was said does not
+    cut, one = (Store.open(tmp_path / name) for name in ("cut", "whole"))
+    assert cut.tokens().tolist() == one.tokens().tolist()
+    assert cut.sentences.tobytes() == one.sentences.tobytes()
+    assert cut.verify() == []
 
 
 def test_twenty_sessions_do_not_mix(snapshot, model, tmp_path):

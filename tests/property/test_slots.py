@@ -15,6 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.errors import DeviceError
+from runtime.experts.cpu_share import CpuShare, fixed_counts
+from runtime.experts.paced import PacedCopier
 from runtime.experts.slots import BATCH_EXPERTS, KEY_STRIDE, SlotExperts, passing_slots
 from runtime.experts.streamer import one_by_one
 from runtime.stats import ExpertCounters
@@ -55,6 +58,10 @@ class Gpu:
     def synchronize(self, mark: int) -> None:
         while mark not in self.reached:
             assert self._advance("copy") or self._advance("compute"), "a mark is never reached"
+
+    def is_reached(self, mark: int) -> bool:
+        self._advance("copy")
+        return mark in self.reached
 
     def launch(self, layer: int, wave) -> None:
         """An expert kernel: reads every record when it runs."""
@@ -156,15 +163,18 @@ class Source:
     kept=st.integers(0, 3 * LAYERS * ROUTE),
     seed=st.integers(0, 2**32),
     in_place=st.booleans(),
+    is_paced=st.booleans(),
     plan=st.lists(
         st.sampled_from(["token"] * 6 + ["prompt", "stop", "forget"]), min_size=2, max_size=14
     ),
 )
-def test_every_launch_reads_the_right_bytes(early, kept, seed, in_place, plan):
+def test_every_launch_reads_the_right_bytes(early, kept, seed, in_place, is_paced, plan):
+    """is_paced: tokens are one graph each; a stop is a token that is given up."""
     rng = random.Random(seed)
     passing = passing_slots(early, NBYTES, 0 if in_place else ROUTE)
     gpu, source = Gpu(passing + kept, rng), Source(rng)
-    experts = SlotExperts(source, gpu, LAYERS, ROUTE, early, in_place)
+    paced = PacedCopier(gpu) if is_paced else None
+    experts = SlotExperts(source, paced or gpu, LAYERS, ROUTE, early, in_place)
     before = ExpertCounters()
     for step in plan:
         if step == "forget":
@@ -182,8 +192,13 @@ def test_every_launch_reads_the_right_bytes(early, kept, seed, in_place, plan):
                 assert seen == ids
         else:
             guesses = rng.sample(range(EXPERTS), 6)
+            computed: list[int] = []  # by the graph, as far as it tells
+            if paced is not None:
+                paced.begin(computed.__contains__)
             for layer in range(LAYERS if step == "token" else rng.randrange(1, LAYERS)):
                 gpu.finish_compute()
+                if paced is not None:
+                    paced.reach(layer)
                 # guesses are often right
                 route = rng.sample(guesses, 2) if rng.random() < 0.7 else []
                 route += rng.sample(
@@ -194,6 +209,9 @@ def test_every_launch_reads_the_right_bytes(early, kept, seed, in_place, plan):
                 seen = []
                 for wave in experts.waves(layer, route, guesses):
                     assert wave, "an empty launch"
+                    if paced is not None:
+                        assert not any(what == "wait" for what, _ in gpu.queues["compute"])
+                        paced.arrive(limit_s=60)
                     gpu.launch(layer, wave)
                     seen += [expert for expert, _ in wave]
                     gpu.some()
@@ -204,8 +222,69 @@ def test_every_launch_reads_the_right_bytes(early, kept, seed, in_place, plan):
                 assert counted.vram_hits == ROUTE - len(source.asked)
                 before = experts.counters.copy()
                 gpu.some()
+                if paced is not None and rng.random() < 0.5:
+                    gpu.finish_compute()
+                    computed.append(layer)
+                    paced.look()
+            if paced is not None:
+                gpu.finish_compute()
+                paced.end()
     gpu.finish()
     assert experts.counters.early_used <= experts.counters.early_issued
+
+
+class Checking:
+    """The CPU's arithmetic: reads every record when it is asked for, and notes what was launched before."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.seen = gpu, []
+
+    def run(self, layer, experts, records, places, out) -> None:
+        for expert, record in zip(experts, records, strict=True):
+            assert torch.equal(record, content(layer, expert))
+        self.seen = list(experts)
+        self.gpu.some()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    early=st.integers(0, 4),
+    kept=st.integers(0, 2 * LAYERS * ROUTE),
+    seed=st.integers(0, 2**32),
+    in_place=st.booleans(),
+    share=st.sampled_from([0.3, 0.5, 1.0]),
+    armed=st.lists(st.booleans(), min_size=3, max_size=8),
+)
+def test_an_expert_is_the_gpus_or_the_cpus(early, kept, seed, in_place, share, armed):
+    rng = random.Random(seed)
+    passing = passing_slots(early, NBYTES, 0 if in_place else ROUTE)
+    gpu, source = Gpu(passing + kept, rng), Source(rng)
+    experts = SlotExperts(source, gpu, LAYERS, ROUTE, early, in_place)
+    compute = Checking(gpu)
+    experts.share = CpuShare(compute, fixed_counts(share, ROUTE), 8, torch.device("cpu"))
+    for is_armed in armed:
+        guesses = rng.sample(range(EXPERTS), 6)
+        for layer in range(LAYERS):
+            gpu.finish_compute()
+            route, guesses = rng.sample(range(EXPERTS), ROUTE), rng.sample(range(EXPERTS), 6)
+            seen, compute.seen = [], []
+            before = experts.counters.copy()
+            if is_armed:
+                experts.share.arm()
+            for wave in experts.waves(layer, route, guesses):
+                assert wave, "an empty launch"
+                gpu.launch(layer, wave)
+                seen += [expert for expert, _ in wave]
+                gpu.some()
+            counted = experts.counters.since(before)
+            assert sorted(seen + compute.seen) == sorted(route)
+            assert experts.share.has_rows == bool(compute.seen)
+            assert counted.cpu_experts == len(compute.seen) <= int(share * ROUTE + 0.5)
+            copied = ROUTE - counted.vram_hits - counted.cpu_experts + counted.early_issued
+            assert counted.copied_nbytes == copied * NBYTES
+            assert set(source.guessed) <= set(guesses), "guesses are asked for all the same"
+            assert is_armed or not compute.seen
+    gpu.finish()
 
 
 def run_token(gpu, experts, routes, guesses=None):
@@ -274,6 +353,42 @@ def test_right_guesses_are_hits_and_wrong_ones_go_first():
     copied = experts.counters.copied_nbytes // NBYTES
     assert copied == LAYERS * ROUTE - 5 + 8  # what was not found, and every early copy
     gpu.finish()
+
+
+def test_within_a_graph_early_copies_follow_what_is_required():
+    """They are held back until the graph says that the layer's experts are computed, and go at its next route."""
+    gpu, computed = Gpu(passing_slots(2), random.Random(0)), []
+    paced = PacedCopier(gpu)
+    experts = SlotExperts(Ready(random.Random(0)), paced, LAYERS, ROUTE, early_copies=2)
+    paced.begin(computed.__contains__)
+    for layer in range(3):
+        paced.reach(layer)
+        if layer == 2:  # nobody looked: the next route says as much
+            assert len(gpu.queues["copy"]) == 3  # two copies and their mark
+            gpu.finish()
+        for wave in experts.waves(layer, [1, 2, 3], [4, 5, 6]):
+            paced.arrive(limit_s=60)
+            gpu.launch(layer, wave)
+        paced.look()
+        assert not gpu.queues["copy"], "speculative before required"
+        if layer == 0:
+            computed.append(0)
+            paced.look()
+            assert len(gpu.queues["copy"]) == 3
+            gpu.finish()
+        gpu.finish_compute()
+    paced.end()
+    gpu.finish()
+
+
+def test_a_copy_that_never_ends_is_an_error():
+    gpu = Gpu(passing_slots(2), random.Random(0))
+    paced = PacedCopier(gpu)
+    paced.begin(lambda layer: False)
+    gpu.queues["copy"].append(("wait", 99))
+    paced.wait(paced.mark())
+    with pytest.raises(DeviceError, match=r"has not ended within 0\.01 s"):
+        paced.arrive(limit_s=0.01)
 
 
 def test_too_few_slots_are_refused():

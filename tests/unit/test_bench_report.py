@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from conf.schema import RunConfig
+from runtime.head_shares import HeadReport, Timing
 from runtime.stats import ExpertCounters, Rates, TokenStats, summarize
 from runtime.units import GIB, MIB
 from stages import bench_report
@@ -138,6 +139,17 @@ def test_drafts_beside_the_same_repeats_without_them(bench, tmp_path):
 def test_joules_where_the_gpu_counts_them(bench):
     line = format_report(replace(bench, joules_per_token=12.345)).splitlines()[-1]
     assert line == "peak memory 3.00 GiB; 12.35 J a token, of the GPU's board alone"
+
+
+def test_a_head_that_cpu_and_gpu_share(bench, tmp_path):
+    head = HeadReport(1000, 250, 4, True, Timing(250, 9.0, 10.0), 40, 9.5, 10.5)
+    shared = replace(bench, head=head)
+    assert "head:" not in format_report(bench)
+    assert "a token CPU 9.5 ms, GPU 10.5 ms" in format_report(shared)
+    assert document(bench, RunConfig(), tmp_path)["head"] is None
+    found = json.loads(json.dumps(document(shared, RunConfig(), tmp_path)))["head"]
+    assert found["measured"] == {"rows": 250, "cpu_ms": 9.0, "gpu_ms": 10.0}
+    assert (found["cpu_rows"], found["tokens"]) == (250, 40)
 
 
 def test_one_repeat_has_no_later_ones(bench):

@@ -262,6 +262,26 @@ def _type_of(key: str) -> object:
     return type(node).__annotations__[name]
 
 
+@pytest.mark.parametrize(
+    ("value", "has_graphs", "limit_s"),
+    [
+        ("true", True, None),
+        ("segments", True, None),
+        ("false", False, None),
+        ("off", False, None),
+        ("token", True, 3.0),
+    ],
+)
+def test_graphs_are_switched_or_named(value: str, has_graphs: bool, limit_s: float | None):
+    hw = loaded(f"hw.graphs={value}", "hw.graph_limit_s=3").hw
+    assert (hw.has_graphs, hw.token_limit_s) == (has_graphs, limit_s)
+
+
+def test_a_wrong_word_for_graphs_names_the_right_ones():
+    with pytest.raises(ConfigError, match=r"hw\.graphs 'tokens' is unknown: did you mean 'token'"):
+        loaded("hw.graphs=tokens")
+
+
 def test_every_number_has_a_range():
     """A key that is a number and may be anything is a key that nobody thought about."""
     seeds = {

@@ -115,6 +115,19 @@ def test_statistics_change_when_the_store_doubles_and_not_between():
     assert after.scores(question).argmax() == 7
 
 
+def test_an_index_that_grew_is_one_made_anew():
+    """Bit for bit, from within a run of sentences that are normalised together, and over a doubling."""
+    rng = np.random.default_rng(3)
+    raw = rng.standard_normal((2600, 2 * 24)).astype(np.float16)
+    question = rng.standard_normal(2 * 24).astype(np.float16)
+    grown = VectorIndex(raw[:0], 2, 1)
+    for count in (1, 40, 65, 1030, 1031, 2040, 2100, 2600):
+        grown.update(raw[:count])
+        anew = VectorIndex(raw[:count], 2, 1)
+        assert (grown.version, grown.count) == (anew.version, count)
+        assert grown.scores(question).tobytes() == anew.scores(question).tobytes()
+
+
 def test_projection_keeps_angles_and_layers_are_fractions_of_the_depth():
     matrix = projection(576, 256, 1)
     assert np.allclose(matrix.T @ matrix, np.eye(256), atol=1e-5)

@@ -54,6 +54,15 @@ def test_products_are_those_of_the_decoded_weights(rows, columns, tokens):
         assert float((got - wanted).norm() / wanted.norm()) < 2e-6  # fp32 sums in another order
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 256), (13, 176), (1, 16)])
+def test_a_widened_matrix_is_exact(rows, columns, dtype):
+    """Whole programs, a part of one, a single group: no number is rounded, none is left out."""
+    codes, scales, _ = nvfp4_quantize(torch.randn(rows, columns))
+    found = nvfp4_matvec.nvfp4_widen(codes.to(DEVICE), scales.to(DEVICE), dtype).cpu()
+    assert torch.equal(found.double(), decoded(codes, scales, torch.ones(1)))
+
+
 def test_parts_that_start_anywhere_are_read_right():
     """A record out of a file promises no alignment."""
     codes, scales, whole = nvfp4_quantize(torch.randn(4, 32))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.engine import Engine
+from runtime.errors import UserError
 from runtime.experts.policies import most_hits
 from runtime.experts.routes import Kind, RouteHeader, RouteTrace, Step, read_routes
 from runtime.locality import Locality, generate
@@ -20,6 +21,7 @@ from runtime.session import Session
 from runtime.simulator import LineDrive, Machine, Setting, SharedDrive, Simulation, cache_maker
 from runtime.stats import ExpertCounters
 from runtime.units import GIB, MIB
+from stages.simulate import machine_of
 
 HEADER = RouteHeader("small", num_layers=4, num_experts=32, top_k=4, record_nbytes=MIB)
 ALIKE = Locality(1.0, 0.3, 0.7, 0.9)
@@ -101,6 +103,86 @@ def test_in_place_copied_first_and_the_host_behind_a_launch_by_hand():
         busy = Machine(100 * MIB_S, **rates, layer_ms=3, host_ms=2, host_after_ms=host_after)
         (_, last), _ = replay([*token([0, 1], [2, 3]), *token([0, 1], [2, 3], forward=1)], busy)
         assert last.total_ms == pytest.approx(warm.total_ms + extra)
+
+
+def warm_token(machine, guesses=(), **setting):
+    """Return the second of two equal tokens, every expert in RAM, and the simulation."""
+    steps = token([0, 1], [2, 3]) + token([0, 1], [2, 3], guesses=guesses, forward=1)
+    (_, warm), simulation = replay(steps, machine, **setting)
+    return warm, simulation
+
+
+def test_the_cpu_computes_one_of_two_experts_by_hand():
+    """The link takes 1 ms an expert, the CPU as long, and half a millisecond to start: 1.5 ms instead of 2."""
+    rates = {"link_gib_s": 1000 * MIB_S, "layer_ms": 3, "host_ms": 2, "token_ms": 5}
+    machine = Machine(100 * MIB_S, **rates, cpu_gib_s=1000 * MIB_S, cpu_ms=0.5)
+    warm, _ = warm_token(machine)
+    assert warm.total_ms == pytest.approx(2 * (3 + 2 + 1.5) + 5)
+    assert (warm.counters.cpu_experts, warm.counters.cpu_ns) == (2, 3_000_000)
+    assert warm.counters.copied_nbytes == 2 * MIB
+    # one that takes 2.5 ms for an expert would be waited for: it is left alone
+    slow = Machine(100 * MIB_S, **rates, cpu_gib_s=500 * MIB_S, cpu_ms=0.5)
+    warm, _ = warm_token(slow)
+    assert warm.total_ms == pytest.approx(2 * (3 + 2 + 2) + 5)
+    assert warm.counters.cpu_experts == 0
+    # copied first: 1 ms, then 0.5 ms from VRAM, beside 1.5 ms of the CPU
+    copied = Machine(
+        100 * MIB_S, **rates, cpu_gib_s=1000 * MIB_S, cpu_ms=0.5, vram_gib_s=2000 * MIB_S
+    )
+    prompt = [Step(Kind.sweep, 2, layer, tuple(range(8))) for layer in (0, 1)]
+    (found,), _ = replay([*prompt, *token([0, 1], [2, 3], forward=3)], copied, reads_in_place=False)
+    assert found.total_ms == pytest.approx(2 * (3 + 2 + 1.5) + 5)
+    assert found.counters.cpu_experts == 2
+
+
+@pytest.mark.parametrize(
+    ("ram", "guesses", "expert_ms"),
+    [
+        (2000, (), 1.0),  # enough for both
+        (1500, (), 1.5),  # half an expert beside the link's 1 ms, the other half alone
+        (1100, (), 1.9),
+        (1500, (5,), 1.6),  # a wrong guess is being read at 100 MiB/s, which leaves 400
+        (900, (), 1 + 1 / 0.9),  # the link leaves nothing: the CPU begins behind it
+    ],
+)
+def test_the_cpu_gets_what_link_and_drive_leave_of_the_ram(ram, guesses, expert_ms):
+    machine = Machine(
+        100 * MIB_S, link_gib_s=1000 * MIB_S, layer_ms=3, host_ms=2, cpu_gib_s=1000 * MIB_S, ram_gib_s=ram * MIB_S
+    )  # fmt: skip
+    warm, _ = warm_token(machine, guesses, prefetch_experts=len(guesses))
+    assert warm.counters.cpu_experts == 2
+    assert warm.total_ms == pytest.approx(2 * (3 + 2 + expert_ms))
+
+
+@pytest.mark.parametrize(
+    ("in_place", "cpu", "ram", "ms"),
+    [
+        (0, 0, 0, 10.0),  # 10 MiB over a link of 1,000 MiB/s
+        (500, 0, 0, 20.0),  # which gives less to kernels
+        (0, 1000, 0, 5.0),
+        (0, 1000, 1250, 8.0),  # 250 are left for the CPU
+        (0, 1000, 800, 10.0),
+    ],
+)
+def test_a_head_in_ram_by_hand(in_place, cpu, ram, ms):
+    machine = Machine(
+        100 * MIB_S, link_gib_s=1000 * MIB_S, in_place_gib_s=in_place * MIB_S, head_nbytes=10 * MIB,
+        head_cpu_gib_s=cpu * MIB_S, ram_gib_s=ram * MIB_S, token_ms=5,
+    )  # fmt: skip
+    experts_ms = 4 * (2 if in_place else 1)
+    warm, _ = warm_token(machine)
+    assert warm.total_ms == pytest.approx(experts_ms + 5 + ms)
+
+
+@pytest.mark.parametrize("key", ["head_nbytes", "cpu_gib_s"])
+def test_what_is_beside_a_gpu_needs_one(make_config, key):
+    drive = {"hw.drive.simulate_gib_s": 8.2}
+    with pytest.raises(UserError, match="of a machine with a GPU"):
+        machine_of(make_config(**drive, **{f"simulate.{key}": 10}))
+    machine = machine_of(
+        make_config(**drive, **{f"simulate.{key}": 10, "simulate.link_gib_s": 26.6})
+    )
+    assert getattr(machine, key) == 10
 
 
 def test_forgetting_and_prompts():
@@ -207,13 +289,16 @@ def test_belady_in_the_streamer_is_the_bound(rows):
 @given(
     rows=st.integers(8, 128), guesses=st.integers(0, 4), copies=st.integers(0, 2), kept=st.integers(0, 40),
     policy=st.sampled_from(["lru", "lfu", "slru", "belady"]), link=st.sampled_from([0.0, 8.0]),
-    is_shared=st.booleans(), depth=st.integers(1, 8), seed=st.integers(0, 99),
+    is_shared=st.booleans(), depth=st.integers(1, 8), seed=st.integers(0, 99), cpu=st.sampled_from([0.0, 4.0, 40.0]),
 )  # fmt: skip
-def test_any_setting_adds_up(rows, guesses, copies, kept, policy, link, is_shared, depth, seed):
+def test_any_setting_adds_up(
+    rows, guesses, copies, kept, policy, link, is_shared, depth, seed, cpu
+):
     """No time is lost or won: parts make the whole, every expert is found or read, the drive is never too fast."""
     machine = Machine(
-        1.0, 50, depth, is_shared, link, 100.0, expert_ms=0.2, layer_ms=0.5, host_ms=0.1
-    )
+        1.0, 50, depth, is_shared, link, 100.0, expert_ms=0.2, layer_ms=0.5, host_ms=0.1, cpu_gib_s=cpu,
+        cpu_ms=0.02, ram_gib_s=30.0,
+    )  # fmt: skip
     trace = generate(HEADER, ALIKE, 12, seed)
     setting = Setting(rows, guesses, copies, kept if link else 0, window=2, pieces=2)
     simulation = Simulation(HEADER, machine, setting, cache_maker(policy, trace))
@@ -225,6 +310,7 @@ def test_any_setting_adds_up(rows, guesses, copies, kept, policy, link, is_share
         assert one.device_wait_ms >= 0
         assert one.host_ms >= -1e-5  # the drive's wait is kept in whole nanoseconds
     assert total.lookups == 12 * 16
+    assert total.cpu_experts <= (total.hits if cpu and link else 0)
     assert total.guesses_issued >= total.guesses_used + total.guesses_wasted
     reads = total.misses + total.guesses_issued - total.guesses_cancelled
     assert total.read_nbytes == reads * MIB
