@@ -279,6 +279,7 @@ def test_force_packs_anew_and_leaves_no_old_part(tmp_path, outputs):
         (["hw.drives=[{},{limit_gib:-1}]"], r"hw.drives\[1\].limit_gib must be"),
         (["hw.drives=[{},{}]", "hw.drive.window=32", "hw.drive.pieces=8"], "512 reader threads"),
         (["hw.drives=[{},{}]", "model=tiny_deepseek"], "set hw.spread=mirror"),
+        (["hw.drives=[{},{}]", "hw.drive.process=true"], "hw.drive.process reads from one drive"),
         (["stages=[mirror]"], r"stages=\[mirror\] is not for model=tiny"),
         (
             [

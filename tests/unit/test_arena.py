@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import partial
 
 import pytest
@@ -56,10 +57,13 @@ def test_all_at_once_where_it_is_granted():
 
 @pytest.mark.parametrize("num_rows", [1, 2, 63, 64, 1000])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.5, 0.99])
-def test_as_far_as_it_goes(num_rows, share):
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_as_far_as_it_goes(num_rows, share, is_shared):
     row_nbytes = 2 * PAGE
     system = Granting(int(share * num_rows * row_nbytes))
-    arena = HostArena(num_rows, row_nbytes, system)
+    fd = os.memfd_create("arena")
+    arena = HostArena(num_rows, row_nbytes, system, shared_fd=fd if is_shared else -1)
+    os.close(fd)
     arena.rows.fill_(7)
     rows = arena.pin_rows()
     assert system.checks == 1
