@@ -66,9 +66,6 @@ class SimulatedSpreadReader:
         self._start()
         return job
 
-    def flush(self) -> None:
-        """Nothing is gathered here."""
-
     def promote(self, job: ReadJob) -> None:
         self._queue.promote(job)
         self._start()

@@ -41,7 +41,6 @@ READ_NBYTES = 2**16
 PIPE_NBYTES = (
     2**20
 )  # for answers: a warm start of 131,072 experts goes on while nobody takes them in
-MOST_NOTED_NBYTES = 2**14
 CLOSE_S = 5.0  # for the reads that are on their way
 
 
@@ -77,8 +76,6 @@ class ChildReader:
         self._live: dict[int, ChildJob] = {}
         self._free: list[int] = []  # numbers
         self._num_taken_in = 0
-        self._noted = b""  # commands to be sent
-        self._is_fresh = True  # nothing was noted since the last flush
         self._unread = b""
         self._ended = ""  # how; empty while it runs
         self._is_closed = False
@@ -184,10 +181,7 @@ class ChildReader:
         on_done: Callable[[ReadJob], None] | None = None,
         is_idle: bool = False,
     ) -> ReadJob:
-        """Queue one expert; `buffer` is of the arena. As `DirectReader.submit`.
-
-        The first required one is told at once, others are noted until `flush`: a write costs more than the rest.
-        """
+        """Queue one expert; `buffer` is of the arena. As `DirectReader.submit`."""
         if self._is_closed:
             raise RuntimeError("the reader is closed")
         assert isinstance(key, ExpertKey)
@@ -195,7 +189,6 @@ class ChildReader:
         assert 0 <= start <= self._arena_nbytes - len(buffer), "a buffer that is not of the arena"
         job = ChildJob(key, spans, buffer, is_required, on_done, is_idle)
         while not self._free and not self._ended:
-            self.flush()
             self._take_in()
         if self._ended:
             self._end(job, self._ended_error())
@@ -204,18 +197,8 @@ class ChildReader:
         self._live[number] = job
         kind = wire.IDLE if is_idle else wire.REQUIRED if is_required else wire.GUESSED
         hashes = self._checksums.expected(key) if self._checksums is not None else ()
-        self._noted += wire.job_record(number, kind, key, (start, len(buffer)), spans, hashes)
-        if (is_required and self._is_fresh) or len(self._noted) > MOST_NOTED_NBYTES:
-            self.flush()
-            self._is_fresh = False  # it is on its way while the others are noted
+        self._send(wire.job_record(number, kind, key, (start, len(buffer)), spans, hashes))
         return job
-
-    def flush(self) -> None:
-        """Tell the process what was noted. Whatever waits or looks for arrivals does, too."""
-        self._is_fresh = True
-        if self._noted:
-            noted, self._noted = self._noted, b""
-            self._send(noted)
 
     def promote(self, job: ReadJob) -> None:
         """Move a guess or an idle job to the required reads, behind those already there."""
@@ -223,7 +206,7 @@ class ChildReader:
         if job.is_required or job.is_done:
             return
         job.is_required, job.is_idle = True, False
-        self._noted += wire.COMMAND.pack(wire.PROMOTE, 0, 0, 0, job.number, 0, 0)
+        self._send(wire.COMMAND.pack(wire.PROMOTE, 0, 0, 0, job.number, 0, 0))
 
     def cancel(self, job: ReadJob) -> bool:
         """Take a job back if no byte of it was asked for; False when it is too late. Waits for no answer."""
@@ -236,13 +219,12 @@ class ChildReader:
         ):
             return False
         del self._live[job.number]
-        self._noted += wire.COMMAND.pack(wire.CANCEL, 0, 0, 0, job.number, 0, 0)
+        self._send(wire.COMMAND.pack(wire.CANCEL, 0, 0, 0, job.number, 0, 0))
         return True
 
     def wait(self, job: ReadJob) -> None:
         """Wait until a job is done; raise its error."""
         while not job.is_done:
-            self.flush()
             self._take_in()
         if job.error is not None:
             raise job.error
@@ -252,7 +234,6 @@ class ChildReader:
         if self._is_closed:
             return
         self._is_closed = True
-        self.flush()
         self._send(wire.COMMAND.pack(wire.CLOSE, 0, 0, 0, 0, 0, 0))
         while not self._ended:
             if not self._readable.poll(CLOSE_S * 1e3):
@@ -267,8 +248,6 @@ class ChildReader:
 
     def get(self, *, timeout: float | None = None) -> ReadJob:
         """Wait for a job whose `on_done` is `put`. Raises queue.Empty after `timeout` seconds without an answer."""
-        if self._noted:
-            self.flush()
         while not self._landed:
             assert self._live, "waiting for a read that nobody began"
             if not self._readable.poll(None if timeout is None else timeout * 1e3):
@@ -278,8 +257,6 @@ class ChildReader:
 
     def empty(self) -> bool:
         """Whether no job has landed. Asks the pipe only when the process has said something."""
-        if self._noted:
-            self.flush()
         if self._landed or self._control is None:
             return not self._landed
         if self._control.counter[0] != self._num_taken_in and self._readable.poll(0):

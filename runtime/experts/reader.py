@@ -87,17 +87,13 @@ class DirectReader:
         """Cut a record's spans into the pieces that are read in parallel."""
         return cut_spans(spans, self._depth.pieces, self._depth.min_piece_nbytes)
 
-    def push(self, *jobs: ReadJob) -> None:
-        """Queue jobs, as `submit` does with one."""
+    def push(self, job: ReadJob) -> None:
+        """Queue a job, as `submit` does."""
         with self._changed:
             if self._is_closing:
                 raise RuntimeError("the reader is closed")
-            for job in jobs:
-                self._queue.push(job)
+            self._queue.push(job)
             self._changed.notify(self._queue.num_ready)
-
-    def flush(self) -> None:
-        """Nothing is gathered here."""
 
     def promote(self, job: ReadJob) -> None:
         """Move a guess or an idle job to the required reads, behind those already there."""

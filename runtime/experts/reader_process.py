@@ -79,7 +79,6 @@ class ReaderProcess:
         self._reader: DirectReader
         self._arena: memoryview
         self._jobs: dict[int, NumberedJob] = {}  # of which no answer was given
-        self._new: list[NumberedJob] = []  # not yet in the queue
 
     def begin(self, setup: dict[str, object], preadv: Preadv) -> dict[str, object]:
         """Open the files; return what to say of it."""
@@ -116,7 +115,7 @@ class ReaderProcess:
         self._arena = memoryview(mmap.mmap(arena, os.fstat(arena).st_size))
         self._queue.control = wire.Control(mmap.mmap(control, os.fstat(control).st_size))
 
-    def note(
+    def submit(
         self,
         number: int,
         kind: int,
@@ -125,18 +124,12 @@ class ReaderProcess:
         spans: Sequence[Span],
         hashes: Sequence[wire.Hash],
     ) -> None:
-        """Take note of a job, for `push`."""
+        """Queue a job."""
         start, nbytes = place
         buffer, pieces = self._arena[start : start + nbytes], self._reader.cut(spans)
         self._jobs[number] = job = NumberedJob(number, hashes, key, pieces, buffer, kind)
         job.on_done = self._done
-        self._new.append(job)
-
-    def push(self) -> None:
-        """Queue what was noted: together, so that threads are woken once."""
-        if self._new:
-            new, self._new = self._new, []
-            self._reader.push(*new)
+        self._reader.push(job)
 
     def promote(self, number: int) -> None:
         """Make a job required, unless it is done by now."""
@@ -218,11 +211,6 @@ class Commands:
         self._at += nbytes
         return found
 
-    @property
-    def has_more(self) -> bool:
-        """Whether something can be taken without waiting."""
-        return self._at < len(self._data)
-
     def unpack(self, record: struct.Struct) -> tuple[Any, ...]:
         return record.unpack(self.take(record.size))
 
@@ -241,12 +229,8 @@ def main(preadv: Preadv = os.preadv) -> None:
             place = commands.unpack(wire.PLACE)
             spans = [Span(*commands.unpack(wire.SPAN)) for _ in range(num_spans)]
             hashes = [wire.Hash(*commands.unpack(wire.HASH)) for _ in range(num_hashes)]
-            process.note(number, kind, ExpertKey(layer, expert), place, spans, hashes)
-            if not commands.has_more:
-                process.push()
-            continue
-        process.push()
-        if what == wire.PROMOTE:
+            process.submit(number, kind, ExpertKey(layer, expert), place, spans, hashes)
+        elif what == wire.PROMOTE:
             process.promote(number)
         elif what == wire.CANCEL:
             process.cancel(number)

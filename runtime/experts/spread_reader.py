@@ -149,9 +149,6 @@ class SpreadReader:
             self._queue.restart(job, buffer, time.perf_counter())
             self._wake()
 
-    def flush(self) -> None:
-        """Nothing is gathered here."""
-
     def promote(self, job: ReadJob) -> None:
         """Move a guess or an idle job to the required reads, behind those already there."""
         with self._closing:

@@ -126,9 +126,6 @@ class Reader(Protocol):
         is_idle: bool = False,
     ) -> ReadJob: ...
 
-    def flush(self) -> None:
-        """Ask for what was submitted, promoted and cancelled, if the reader has only noted it so far."""
-
     def promote(self, job: ReadJob) -> None: ...
 
     def cancel(self, job: ReadJob) -> bool: ...
@@ -331,13 +328,11 @@ class ExpertStreamer:
             waiting[key] = self._read(key, is_required=True)
             self.cache.pin(key)
             pinned.append(key)
-        self._reader.flush()
         self.counters.hits += len(ready)
         self.counters.late += len(keys) - len(ready) - len(missing)
         self.counters.misses += len(missing)
         yield ready
         self._guess(layer + 1, guesses)
-        self._reader.flush()
         yield []
         while waiting:
             yield [(key.expert, self._record(key)) for key in self._next_arrivals(waiting)]
@@ -472,7 +467,6 @@ class ExpertStreamer:
                 on_done=self._warmed,
                 is_idle=True,
             )
-        self._reader.flush()
         return len(chosen)
 
     def _warmed(self, job: ReadJob) -> None:
@@ -517,7 +511,6 @@ class ExpertStreamer:
             while upcoming or ahead:
                 while upcoming and len(ahead) + len(held) < len(self._staging):
                     ahead.append(self._look_ahead(upcoming.popleft(), free, pinned))
-                self._reader.flush()
                 current = ahead.popleft()
                 if current.job is not None:
                     self._wait_for(current.job)

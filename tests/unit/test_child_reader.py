@@ -57,12 +57,9 @@ def page_span(first, pages=1):
     return Span(0, first * PAGE_NBYTES, nbytes, nbytes, 0)
 
 
-def submit(reader, arena, row, first, pages=1, is_flushed=True, **kinds):
+def submit(reader, arena, row, first, pages=1, **kinds):
     key, spans = ExpertKey(row, first), [page_span(first, pages)]
-    job = reader.submit(key, spans, arena.view(row), on_done=reader.put, **kinds)
-    if is_flushed:
-        reader.flush()
-    return job
+    return reader.submit(key, spans, arena.view(row), on_done=reader.put, **kinds)
 
 
 def pages_of(file, first):
@@ -182,9 +179,8 @@ def test_a_job_is_read_or_taken_back_and_never_both(open_reader, file):
             assert arena.view(row) in (b"\xee" * PAGE_NBYTES, bytes(PAGE_NBYTES)), "written to"
             is_required, is_idle = rng.choice([(True, False), (False, False), (False, True)])
             live[row] = submit(
-                reader, arena, row, rng.randrange(PAGES), is_flushed=rng.random() < 0.5,
-                is_required=is_required, is_idle=is_idle,
-            )  # fmt: skip
+                reader, arena, row, rng.randrange(PAGES), is_required=is_required, is_idle=is_idle
+            )
             if rng.random() < 0.2:
                 reader.promote(live[row])
     assert min(taken_back, finished) > 20, (taken_back, finished)
@@ -220,10 +216,7 @@ def test_more_jobs_than_the_pipes_hold(open_reader, file, monkeypatch):
     assert drive.is_waiting.wait(PATIENCE_S)
     os.kill(reader.pid, signal.SIGSTOP)  # nobody takes the commands
     threading.Timer(0.05, os.kill, (reader.pid, signal.SIGCONT)).start()
-    jobs = [
-        submit(reader, arena, row, row % PAGES, is_flushed=False, is_required=False)
-        for row in range(1, rows)
-    ]
+    jobs = [submit(reader, arena, row, row % PAGES, is_required=False) for row in range(1, rows)]
     assert all(reader.cancel(job) for job in jobs)
     # every number but one is waiting for its answer or free: they are used again
     jobs = [submit(reader, arena, row, 1, is_required=False) for row in range(1, rows)]
