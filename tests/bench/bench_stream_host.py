@@ -48,7 +48,7 @@ class Layout:
 
 
 LIBC = ctypes.CDLL(None)  # lets the interpreter's lock go for each call
-LENT_NBYTES = 2**16  # cleared by a call: about a microsecond
+LENT_NBYTES = 2**18  # cleared by a call: some 2 us
 
 
 class Lent:
