@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What is run on a GPU before a release, part by part; figures go to EXPERIMENTS.md.
 #
-#   tests/bench/gpu_round.sh PART...      tests qwen together deepseek memory, each about ten minutes on an H200
+#   tests/bench/gpu_round.sh PART...      tests token qwen together deepseek memory cpu, about ten minutes each on an H200
 #
 # PYTHON: the interpreter (python3).  OUT: where checkpoints of random bytes and results go (/tmp/nvmoe).
 set -uo pipefail
@@ -17,8 +17,13 @@ bench() {
 }
 
 tests() {
-  "$PYTHON" -m pytest -q -p no:cacheprovider -n 4 -m 'not slow' tests/gpu
+  "$PYTHON" -m pytest -q -p no:cacheprovider -n 4 -m 'not slow' tests/gpu --ignore tests/gpu/test_token_graph_gpu.py
   "$PYTHON" -m pytest -q -p no:cacheprovider -n 8 tests/unit/test_deepseek_{linear,prompt,token,attention,index,compress}.py
+}
+
+token() { # alone: a graph that waits leaves other programs on the GPU only turns
+  "$PYTHON" -m pytest -q -p no:cacheprovider tests/gpu/test_token_graph_gpu.py
+  "$PYTHON" tests/bench/bench_full_shape.py --experts 64 --tokens 60 --copy 0,4 --token --pin
 }
 
 qwen() {
@@ -44,6 +49,13 @@ deepseek() {
   bench "this machine's drive" "${model[@]}" model.synthetic.layers=8 model.synthetic.experts=12 cache.ram_gib=0
 }
 
+cpu() {
+  "$PYTHON" tests/bench/bench_cpu_experts.py --threads 1,4,8,13
+  bench "experts shared with the CPU" model=qwen_synthetic model.synthetic.experts=64 cache.vram_gib=0 hw.cpu_experts=auto
+  bench "head shared with the CPU" model=deepseek_synthetic model.synthetic.experts=16 prefetch.experts=0 \
+    prefetch.copy=0 hw.drive.direct=buffered deepseek.head=auto
+}
+
 memory() {
   "$PYTHON" tests/bench/bench_living_kv.py --out "$OUT"
 }
@@ -51,7 +63,7 @@ memory() {
 [ $# -gt 0 ] || { sed -n '2,6p' "$0"; exit 2; }
 for part in "$@"; do
   case $part in
-    tests | qwen | together | deepseek | memory) "$part" ;;
-    *) echo "unknown part '$part': tests, qwen, together, deepseek or memory" >&2; exit 2 ;;
+    tests | token | qwen | together | deepseek | memory | cpu) "$part" ;;
+    *) echo "unknown part '$part': tests, token, qwen, together, deepseek, memory or cpu" >&2; exit 2 ;;
   esac
 done
