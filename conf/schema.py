@@ -231,9 +231,7 @@ class DriveConfig:
     piece_kib: int = 128  # but none smaller than this: below, a request costs more than its bytes
     simulate_gib_s: float = 0.0  # pretend the drive gives this many GiB/s; 0 is the real drive
     simulate_latency_us: float = 0.0  # and adds this much to every read
-    process: bool = (
-        False  # read experts in a process of its own, whose threads leave the decoding one alone
-    )
+    process: bool = False  # experts are read by a process of its own; the same bytes
 
 
 @dataclass

@@ -38,9 +38,7 @@ log = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "runtime.experts.reader_process")
 ROOT = Path(__file__).resolve().parents[2]  # from where `-m` finds it
 READ_NBYTES = 2**16
-PIPE_NBYTES = (
-    2**20
-)  # for answers: a warm start of 131,072 experts goes on while nobody takes them in
+PIPE_NBYTES = 2**20  # for answers: 131,072 reads go on while nobody takes them in
 CLOSE_S = 5.0  # for the reads that are on their way
 
 
@@ -85,9 +83,8 @@ class ChildReader:
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
         self._fds += [self._commands, self._answers]
-        with suppress(
-            PermissionError
-        ):  # the user has many large pipes: a long warm start waits now and then
+        # refused where the user has many large pipes: then a long warm start waits for whoever decodes
+        with suppress(PermissionError):
             fcntl.fcntl(answers, fcntl.F_SETPIPE_SZ, PIPE_NBYTES)
         given = (commands, answers, *self._fds[:2])
         try:
@@ -128,18 +125,8 @@ class ChildReader:
         text = json.dumps(setup).encode()
         with open(self._commands, "wb", closefd=False) as out, suppress(BrokenPipeError):
             out.write(wire.LENGTH.pack(len(text)) + text)
-        with open(self._answers, "rb", buffering=0, closefd=False) as answers:
-            head = answers.read(wire.LENGTH.size)
-            if len(head) < wire.LENGTH.size:
-                raise UserError(
-                    f"the process that reads experts {self._ending()} before it had opened their files",
-                    "see what it said above, or set hw.drive.process=false",
-                )
-            answer = b""
-            (nbytes,) = wire.LENGTH.unpack(head)
-            while len(answer) < nbytes:
-                answer += answers.read(nbytes - len(answer))
-        found: dict[str, Any] = json.loads(answer)
+        (nbytes,) = wire.LENGTH.unpack(self._read_greeting(wire.LENGTH.size))
+        found: dict[str, Any] = json.loads(self._read_greeting(nbytes))
         if "message" in found:
             raise UserError(found["message"], found["hint"])
         if "errno" in found:
@@ -147,6 +134,18 @@ class ChildReader:
         for warning in found["warnings"]:
             log.warning("%s", warning)
         return bool(found["is_direct"])
+
+    def _read_greeting(self, nbytes: int) -> bytes:
+        found = b""
+        while len(found) < nbytes:
+            more = os.read(self._answers, nbytes - len(found))
+            if not more:
+                raise UserError(
+                    f"the process that reads experts {self._ending()} before it had opened their files",
+                    "see what it said above, or set hw.drive.process=false",
+                )
+            found += more
+        return found
 
     @property
     def pid(self) -> int:
@@ -303,7 +302,10 @@ class ChildReader:
             job.on_done(job)
 
     def _end_all(self) -> None:
-        """Fail what the process, which is gone with all that it was writing, has not answered."""
+        """Fail what the process has not answered.
+
+        It writes to no row any more: the pipe ends with its last thread, and a thread that reads ends behind its read.
+        """
         self._ended = self._ended or self._ending()
         jobs = [] if self._is_closed else list(self._live.values())
         self._live.clear()
@@ -318,7 +320,9 @@ class ChildReader:
 
     def _ending(self) -> str:
         code = self._process.wait()
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        how = f"ended with {code}"
+        if code < 0:
+            how = f"was ended by signal {-code} ({signal.strsignal(-code)})"
         return f"(pid {self._process.pid}) {how}"
 
     # ---- commands -------------------------------------------------------------------------------------------------
