@@ -226,8 +226,12 @@ class DriveConfig:
     """How the drive is read."""
 
     direct: DirectIo = DirectIo.auto
-    window: int | None = None  # experts in flight; null: as many as come to 16 MiB, 2 to 8
-    pieces: int | None = None  # parallel reads per expert; null: one for each 2 MiB, 1 to 4
+    window: int | None = (
+        None  # experts in flight; null: as many as come to 16 MiB, 2 to 8; 2 of several drives
+    )
+    pieces: int | None = (
+        None  # parallel reads per expert; null: one for each 2 MiB, 1 to 4; 4 of several drives
+    )
     piece_kib: int = 128  # but none smaller than this: below, a request costs more than its bytes
     simulate_gib_s: float = 0.0  # pretend the drive gives this many GiB/s; 0 is the real drive
     simulate_latency_us: float = 0.0  # and adds this much to every read

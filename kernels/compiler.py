@@ -3,13 +3,26 @@
 An extra (`pip install '.[cpu]'`): import this module only where it may be missing.
 """
 
+# ruff: noqa: E402 - everything is imported behind the first import of Numba
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
-if "numba" not in sys.modules:  # a thread that loads a model may be held to a few cores
-    os.environ.setdefault("NUMBA_NUM_THREADS", str(os.cpu_count()))
+
+def _import_numba() -> None:
+    """Import it where every core counts: a thread that loads a model may be held to a few."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the kernel leaves out what is not ours
+    try:
+        importlib.import_module("numba")
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+if "numba" not in sys.modules:
+    _import_numba()
 
 import numba as numba
 from numba import carray as carray

@@ -74,6 +74,8 @@ class Together:
                 while conversation.ask is None and not conversation.dead:
                     conversation.go_on()
 
+    # a conversation that ends in the middle of a step restores the mode in which that step was begun
+    @torch.inference_mode()
     def close(self) -> None:
         """End every conversation where it is; what it has to clean up is cleaned up."""
         for conversation in self._conversations:

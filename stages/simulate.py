@@ -133,7 +133,7 @@ def plan(cfg: RunConfig, header: RouteHeader) -> Setting:
         ram_gib = max(0.0, cfg.hw.ram_gib - cfg.hw.reserve_gib)
     rows = experts if ram_gib is None else int(ram_gib * GIB) // header.record_nbytes
     vram_gib = cfg.cache.vram_gib or 0.0
-    depth = depth_of(cfg.hw.drive, header.record_nbytes)
+    depth = depth_of(cfg.hw.drive, header.record_nbytes, len(cfg.hw.drives))
     return Setting(
         cache_rows=min(experts, max(rows, header.top_k + cfg.prefetch.experts)),
         prefetch_experts=cfg.prefetch.experts,
@@ -270,16 +270,14 @@ def format_inputs(cfg: RunConfig, setting: Setting) -> list[str]:
 def format_cpu_inputs(machine: Machine) -> list[str]:
     """Return what was assumed of the CPU beside a GPU, and of a head in RAM."""
     ram = f"{machine.ram_gib_s:g} GiB/s for all" if machine.ram_gib_s else "enough for all"
-    lines = []
+    computes = "computes no expert"
     if machine.cpu_gib_s:
-        lines.append(
-            f"CPU: experts in RAM at {machine.cpu_gib_s:g} GiB/s or what link and drive leave, "
-            f"{machine.cpu_ms * 1e3:g} us to start for a layer; RAM gives {ram}"
-        )
+        computes = f"experts in RAM at {machine.cpu_gib_s:g} GiB/s or what link and drive leave"
+    lines = [f"CPU: {computes}, {machine.cpu_ms * 1e3:g} us to start for a layer; RAM gives {ram}"]
     if machine.head_nbytes:
         lines.append(
-            f"head: {format_nbytes(machine.head_nbytes)} in RAM, over the link at {machine.from_ram_gib_s:g} GiB/s, by "
-            f"the CPU at {machine.head_cpu_gib_s:g}, RAM gives {ram}: {machine.head_s * 1e3:.1f} ms"
+            f"head: {format_nbytes(machine.head_nbytes)} in RAM ({machine.head_nbytes} bytes), over the link at "
+            f"{machine.from_ram_gib_s:g} GiB/s, by the CPU at {machine.head_cpu_gib_s:g}: {machine.head_s * 1e3:.1f} ms"
         )
     return lines
 

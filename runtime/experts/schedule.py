@@ -36,15 +36,19 @@ class Depth(NamedTuple):
         return self.window * self.pieces
 
 
-def depth_of(config: DriveConfig, record_nbytes: int) -> Depth:
+def depth_of(config: DriveConfig, record_nbytes: int, num_drives: int = 1) -> Depth:
     """Return what a config leaves to the size of a record.
 
     Each piece costs the interpreter some 50 us, whatever its size, and takes them from the decoding thread: small
-    records are read whole, several at a time. Large ones are cut, so that the first is there before the others.
+    records are read whole, several at a time. Large ones are cut, so that the first is there before the others; so are
+    all that lie on several drives, which are kept equally busy by pieces.
     """
     window, pieces = config.window, config.pieces
     if window is None:
         window = min(max(2, -(-FLIGHT_NBYTES // max(1, record_nbytes))), MOST_IN_FLIGHT)
+        window = 2 if num_drives > 1 else window
+    if pieces is None and num_drives > 1:
+        pieces = MOST_PIECES
     if pieces is None:
         pieces = min(max(1, record_nbytes // PIECE_NBYTES), MOST_PIECES)
     return Depth(window, pieces, config.piece_kib * 1024)

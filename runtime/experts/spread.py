@@ -267,7 +267,7 @@ def spare_rows(copies: Copies | None, hw: HwConfig, record_nbytes: int) -> int:
     """
     if copies is None or hw.spread is not Spread.mirror:
         return 0
-    return (2 * depth_of(hw.drive, record_nbytes).window + 1) * (len(hw.drives) - 1)
+    return (2 * depth_of(hw.drive, record_nbytes, len(hw.drives)).window + 1) * (len(hw.drives) - 1)
 
 
 def drive_configs(hw: HwConfig) -> list[DriveConfig]:

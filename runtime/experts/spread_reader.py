@@ -71,7 +71,7 @@ class SpreadReader:
         Raises UserError when a drive cannot be opened whose experts no other one has.
         """
         self._source = source
-        depth = depth_of(configs[0], record_nbytes)
+        depth = depth_of(configs[0], record_nbytes, len(configs))
         self._queue = SpreadQueue(
             source.drive_of,
             len(configs),

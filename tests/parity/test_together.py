@@ -307,6 +307,9 @@ def test_what_is_not_caught_comes_out_and_the_rest_can_be_closed(open_shared, he
     together.close()
     assert cleaned == [True]
     assert not len(together)
+    assert (
+        not torch.is_inference_mode_enabled()
+    )  # who was in the middle of a step leaves no mode behind
 
 
 def test_sessions_together_answer_as_alone(open_shared, tiny_codec):

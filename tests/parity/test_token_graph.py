@@ -103,7 +103,8 @@ class LateCopier:
             if record is None:
                 self.reached = slot
             else:
-                self.slots[slot].copy_(record)
+                with torch.inference_mode():  # as the engine's tensors may be
+                    self.slots[slot].copy_(record)
 
     def copy(self, slot, record) -> None:
         self.jobs.put((slot, record))

@@ -27,6 +27,11 @@ def test_small_records_are_read_whole_and_large_ones_in_pieces(record_nbytes, wi
     assert depth_of(DriveConfig(), record_nbytes) == Depth(window, pieces, MIN_PIECE)
 
 
+def test_several_drives_share_pieces():
+    assert depth_of(DriveConfig(), 2_764_800, num_drives=2) == Depth(2, 4, MIN_PIECE)
+    assert depth_of(DriveConfig(window=3, pieces=1), MIB, num_drives=2) == Depth(3, 1, MIN_PIECE)
+
+
 def test_what_the_config_says_stands():
     assert depth_of(DriveConfig(window=3, pieces=5, piece_kib=8), MIB) == Depth(3, 5, 8192)
     assert depth_of(DriveConfig(window=3), 18_800_640) == Depth(3, 4, MIN_PIECE)
