@@ -30,6 +30,8 @@ qwen() {
   local model=(model=qwen_synthetic model.synthetic.experts=64)
   bench "drive at 8.2 GiB/s, 2 GiB of cache" "${model[@]}" cache.vram_gib=0 cache.ram_gib=2 \
     hw.drive.simulate_gib_s=8.2 hw.drive.direct=buffered
+  bench "the same, a process reads" "${model[@]}" cache.vram_gib=0 cache.ram_gib=2 \
+    hw.drive.simulate_gib_s=8.2 hw.drive.direct=buffered hw.drive.process=true
   bench "everything in RAM" "${model[@]}" cache.vram_gib=0 prefetch.copy=4
 }
 
