@@ -1,6 +1,7 @@
 """The reader process: errors that say where, claims that one side gets, its end and its starter's end."""
 
 import errno
+import itertools
 import os
 import random
 import signal
@@ -164,11 +165,14 @@ def test_a_job_is_read_or_taken_back_and_never_both(open_reader, file):
     arena = shared_arena(reader, rows, PAGE_NBYTES)
     taken_back = finished = 0
     live = {}  # row -> job
-    for _ in range(600):
+    for number in itertools.count():
+        if number >= 600 and min(taken_back, finished) > 20:
+            break
+        assert number < 100_000, (taken_back, finished)
         row = rng.randrange(rows)
         job = live.pop(row, None)
         if job is not None:
-            if reader.cancel(job):
+            if rng.random() < 0.7 and reader.cancel(job):
                 assert not reader.cancel(job)
                 taken_back += 1
                 arena.view(row)[:] = b"\xee" * PAGE_NBYTES
@@ -186,7 +190,6 @@ def test_a_job_is_read_or_taken_back_and_never_both(open_reader, file):
             )
             if rng.random() < 0.2:
                 reader.promote(live[row])
-    assert min(taken_back, finished) > 20, (taken_back, finished)
 
 
 def test_a_started_job_cannot_be_taken_back_and_waiting_ones_can(open_reader, file):
