@@ -257,7 +257,8 @@ def test_a_signal_ends_it_cleanly_with_a_stream_open(tmp_path: Path, sig: int):
     body = {"messages": FOX, "stream": True, "max_tokens": 4000, "temperature": 2.0}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as answer:
         chunks = answer.iter_raw()
-        next(chunks)
+        while not re.search(rb'"content": ?"[^"]', next(chunks)):  # a word: the prompt is read
+            pass
         server.process.send_signal(sig)
         text = b"".join(chunks)
     assert server.process.wait(timeout=15) == 0
