@@ -16,6 +16,7 @@ from __future__ import annotations
 import platform
 import select
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -271,7 +272,7 @@ class TokenGraph:
         )
 
 
-class WholeToken:
+class WholeToken(ABC):
     """What makes a decoder of segments one of whole tokens: its launches in one graph, with the waits in between.
 
     Comes before the decoder among a class's parents; `_whole` and `_placed` are the family's.
@@ -315,13 +316,13 @@ class WholeToken:
         if self._stream is not None:
             self._stream.synchronize()
 
+    @abstractmethod
     def _whole(self) -> None:
         """Launch everything from the token to its logits."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _placed(self, layer: int, ids: list[int]) -> Iterator[Placed]:
         """Yield where a layer's experts are, as they arrive."""
-        raise NotImplementedError
 
     def _layers(self, segment: Callable[[int], None], experts: Callable[[Tensor], None]) -> None:
         """Launch all layers.  segment: up to a layer's route.  experts: of a table."""
