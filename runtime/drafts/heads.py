@@ -210,12 +210,8 @@ class _BothExperts:
 
     def __init__(self, main: ExpertSource, heads: ExpertSource) -> None:
         self._main, self._heads = main, heads
-        self.waves, self.ahead, self.fetch, self.sweep = (
-            main.waves,
-            main.ahead,
-            main.fetch,
-            main.sweep,
-        )
+        self.waves, self.used, self.ahead = main.waves, main.used, main.ahead
+        self.fetch, self.sweep = main.fetch, main.sweep
 
     @property
     def counters(self) -> ExpertCounters:

@@ -41,6 +41,9 @@ class InFront(ABC):
     ) -> Iterator[tuple[int, Tensor]]:
         yield from one_by_one(self.waves(layer, ids, guesses))
 
+    def used(self, layer: int, ids: Sequence[int]) -> None:
+        self.source.used(layer, ids)
+
     def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
         return self.source.ahead(layer, ids)
 

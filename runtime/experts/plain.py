@@ -61,6 +61,9 @@ class PlainExperts:
         del hold  # every record stays as it is
         yield from self.fetch(layer, ids)
 
+    def used(self, layer: int, ids: Sequence[int]) -> None:
+        """Nothing is kept."""
+
     def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
         del layer, ids
         return []

@@ -115,6 +115,7 @@ class SlotExperts(InFront):
         for key in early:
             passing.landed(key)
         here: Wave = []
+        early_here: list[int] = []
         elsewhere: list[int] = []
         for expert in ids:
             key = layer * KEY_STRIDE + expert
@@ -128,10 +129,12 @@ class SlotExperts(InFront):
                 slot = self._slot_of_row[row]
                 if key in early:
                     early.remove(key)
-                    self.counters.early_used += 1
+                    early_here.append(expert)
             here.append((expert, self._slots[slot]))
         for key in early:  # the wrong ones
             passing.demote(key)
+        if early_here:
+            self.source.used(layer, early_here)
         arrivals = self.source.waves(layer, elsewhere, self._absent(layer + 1, guesses))
         in_ram = next(arrivals)
         on_cpu: Wave = []
@@ -143,14 +146,21 @@ class SlotExperts(InFront):
         copied: list[tuple[Wave, Any]] = []
         if in_ram:
             copied, in_ram = self._copy(layer, in_ram)
+        in_place_nbytes = len(in_ram) * self._nbytes
+        over_link: Any = None  # behind all launches of this layer that read over the link
+        if early_here and in_ram:  # these can be read while the early copies are on their way
+            yield in_ram
+            in_ram = []
+            over_link = self.copier.launched()
         # also when no guess was right: behind this layer all early copies are done
         if self._early_mark is not None:
             self.copier.wait(self._early_mark)
             self._early_mark = None
         if here or in_ram:
             yield here + in_ram
+        self.counters.early_used += len(early_here)
         self.counters.vram_hits += len(here)
-        self.counters.copied_nbytes += len(in_ram) * self._nbytes
+        self.counters.copied_nbytes += in_place_nbytes
         yield from self._when_copied(copied)
         if on_cpu:
             arrivals = chain([next(arrivals, [])], arrivals)  # guesses are asked for before
@@ -163,8 +173,9 @@ class SlotExperts(InFront):
             if others:
                 self.counters.copied_nbytes += len(others) * self._nbytes
                 yield others
+                over_link = None
         if self.early_copies and layer + 1 < self._num_layers:
-            self._copy_ahead(layer + 1, guesses)
+            self._copy_ahead(layer + 1, guesses, over_link)
         if self.kept_slots:
             self._keep([layer * KEY_STRIDE + expert for expert in ids])
 
@@ -233,13 +244,17 @@ class SlotExperts(InFront):
             self.copier.wait(mark)
             yield wave
 
-    def _copy_ahead(self, layer: int, guesses: Iterable[int]) -> None:
-        """Copy the first few guesses that are in RAM and in no slot, behind what the layer before launched."""
+    def _copy_ahead(self, layer: int, guesses: Iterable[int], behind: Any) -> None:
+        """Copy the first few guesses that are in RAM and in no slot.
+
+        behind: the mark that these copies follow; None: all that the layer before launched.
+        """
         absent = list(islice(self._absent(layer, guesses), self.early_copies))
         found = self.source.ahead(layer, absent)
         if not found:
             return
-        self.copier.follow(self.copier.launched())  # required before speculative
+        # required before speculative
+        self.copier.follow(self.copier.launched() if behind is None else behind)
         for expert, record in found:
             key = layer * KEY_STRIDE + expert
             row = self._passing.admit(key)

@@ -49,6 +49,12 @@ class ExpertSource(Protocol):
         the first list, which is wanted soon.
         """
 
+    def used(self, layer: int, ids: Sequence[int]) -> None:
+        """Note, before a layer's `waves`, which experts of its route were found in front of this source.
+
+        They came from here a moment ago, and are as much in use as those that are asked for.
+        """
+
     def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
         """Return those of `ids` whose records are there already, valid until the call after the next of `waves`."""
 
@@ -336,6 +342,15 @@ class ExpertStreamer:
         yield []
         while waiting:
             yield [(key.expert, self._record(key)) for key in self._next_arrivals(waiting)]
+
+    def used(self, layer: int, ids: Sequence[int]) -> None:
+        for expert in ids:
+            key = ExpertKey(layer, expert)
+            if key in self._guesses:
+                self._guesses.remove(key)
+                self.counters.guesses_used += 1
+            if self.cache.row_of(key) is not None:
+                self.cache.touch(key)
 
     def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
         found: Wave = []
@@ -689,6 +704,9 @@ class ResidentExperts:
         del guesses  # there is nothing to read ahead
         self.counters.hits += len(ids)
         yield self.ahead(layer, ids)
+
+    def used(self, layer: int, ids: Sequence[int]) -> None:
+        """Everything stays: nothing is noted."""
 
     def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
         first = layer * self._num_experts

@@ -49,6 +49,9 @@ class DamagedExperts:
         for expert, record in records:
             yield asked_as[expert], self._change_record(record)
 
+    def used(self, layer: int, ids: Sequence[int]) -> None:
+        self._source.used(layer, [self._change_id(e) for e in ids])
+
     def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
         changed = [self._change_id(e) for e in ids]
         return list(self._changed(ids, iter(self._source.ahead(layer, changed))))

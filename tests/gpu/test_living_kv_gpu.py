@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -176,6 +179,18 @@ def test_tokens_from_graphs_are_those_that_are_launched(few_layers, mode):
     assert torch.equal(captured.values, launched.values)
 
 
+@contextmanager
+def no_synchronizing() -> Iterator[None]:
+    """Raise RuntimeError where the host waits for the device."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("mode", list(Mode))
 def test_neither_a_token_nor_a_chunk_waits_for_the_device(few_layers, mode):
     """From the token's number to its logits, and from a chunk's to its encoded blocks, the host asks nothing back."""
@@ -185,13 +200,10 @@ def test_neither_a_token_nor_a_chunk_waits_for_the_device(few_layers, mode):
         model.logits(model.run([9], state))
         model.run(list(range(128)), state)
         ToHost(codec.encode_blocks(*state.hot(559_936, 560_064), 2)).wait()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronizing():
         model.logits(model.run([9], state))
         model.run(list(range(128)), state)
         raw = ToHost(codec.encode_blocks(*state.hot(559_936, 560_064), 2))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     wanted = [codec.encode(*state.hot(at, at + 64)) for at in (559_936, 560_000)]
     assert [bytes(row.numpy()) for row in raw.wait()] == wanted
 

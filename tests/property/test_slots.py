@@ -118,6 +118,7 @@ class Source:
         self.ahead_before: list[torch.Tensor] = []
         self.asked: list[tuple[int, int]] = []
         self.guessed: list[int] = []
+        self.given_ahead: set[tuple[int, int]] = set()
 
     record_nbytes, max_hold = NBYTES, 4
 
@@ -140,8 +141,12 @@ class Source:
         for expert in ids[cut:]:
             yield [self._give(layer, expert, self.lent)]
 
+    def used(self, layer, ids):
+        assert {(layer, e) for e in ids} <= self.given_ahead
+
     def ahead(self, layer, ids):
         here = [e for e in ids if self.rng.random() < 0.8]
+        self.given_ahead.update((layer, e) for e in here)
         return [self._give(layer, e, self.ahead_lent) for e in here]
 
     def sweep(self, layer, ids, hold=1):
@@ -306,6 +311,7 @@ class Ready(Source):
         yield [self._give(layer, e, self.lent) for e in ids]
 
     def ahead(self, layer, ids):
+        self.given_ahead.update((layer, e) for e in ids)
         return [self._give(layer, e, self.ahead_lent) for e in ids]
 
 

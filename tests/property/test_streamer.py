@@ -406,6 +406,20 @@ def test_a_wrong_guess_is_the_first_to_go(layout, drive):
     streamer.close()
 
 
+def test_what_was_used_in_front_is_a_right_guess_and_young(layout, drive):
+    """A guess that was copied on as soon as it had come: its layer asks for the others only."""
+    streamer = open_streamer(layout, drive, cache_rows=3, prefetch=1)
+    list(streamer.fetch(0, [0], guesses=[4]))
+    while streamer.cache.is_in_flight(ExpertKey(1, 4)):
+        streamer._settle()
+    streamer.used(1, [4, 6])  # 6 is not here any more
+    list(streamer.fetch(1, [5]))
+    assert counts(streamer) == (1, 1, 0, 0)
+    list(streamer.fetch(0, [1]))
+    assert set(streamer.cache.keys()) == {ExpertKey(1, 4), ExpertKey(1, 5), ExpertKey(0, 1)}
+    streamer.close()
+
+
 def test_a_hit_makes_an_expert_young(layout, drive):
     streamer = open_streamer(layout, drive, cache_rows=3)
     for ids in ([0, 1, 2], [0], [3]):
