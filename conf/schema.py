@@ -235,7 +235,9 @@ class DriveConfig:
     piece_kib: int = 128  # but none smaller than this: below, a request costs more than its bytes
     simulate_gib_s: float = 0.0  # pretend the drive gives this many GiB/s; 0 is the real drive
     simulate_latency_us: float = 0.0  # and adds this much to every read
-    process: bool = False  # experts are read by a process of its own; the same bytes
+    process: bool | None = (
+        None  # experts are read by a process of its own, the same bytes; null: with a GPU
+    )
 
 
 @dataclass

@@ -278,7 +278,10 @@ class Engine:
         checksums = None
         if config.cache.verify:
             checksums = Checksums.open(layout, files.checksums, spread)
-        reader = open_reader(layout, spread, config.hw, checksums, is_shared=not is_resident)
+        has_process = has_gpu if config.hw.drive.process is None else config.hw.drive.process
+        reader = open_reader(
+            layout, spread, config.hw, checksums, has_process=has_process and not is_resident
+        )
         experts: ExpertStreamer | SlotExperts | LayerSlots | ResidentExperts
         if is_resident:
             experts = ResidentExperts(layout, reader)

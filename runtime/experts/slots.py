@@ -27,6 +27,7 @@ from runtime.experts.streamer import ExpertSource, Wave, as_list
 
 BATCH_EXPERTS = 8  # of a prompt, copied and computed together, at most
 BATCH_NBYTES = 64 * 2**20  # two batches of them are in VRAM at once
+AT_ONCE = 1  # early copies beside what a layer reads in place: they keep the link busy between two kernels
 KEY_STRIDE = 1 << 20  # more than a layer has experts
 
 
@@ -158,6 +159,9 @@ class SlotExperts(InFront):
             self._early_mark = None
         if here or in_ram:
             yield here + in_ram
+        num_ahead, at_once = (self.early_copies if layer + 1 < self._num_layers else 0), 0
+        if over_link is not None:
+            at_once = self._copy_ahead(layer + 1, guesses, min(num_ahead, AT_ONCE))
         self.counters.early_used += len(early_here)
         self.counters.vram_hits += len(here)
         self.counters.copied_nbytes += in_place_nbytes
@@ -174,8 +178,10 @@ class SlotExperts(InFront):
                 self.counters.copied_nbytes += len(others) * self._nbytes
                 yield others
                 over_link = None
-        if self.early_copies and layer + 1 < self._num_layers:
-            self._copy_ahead(layer + 1, guesses, over_link)
+        if num_ahead > at_once:
+            # required before speculative
+            self.copier.follow(self.copier.launched() if over_link is None else over_link)
+            self._copy_ahead(layer + 1, guesses, num_ahead - at_once)
         if self.kept_slots:
             self._keep([layer * KEY_STRIDE + expert for expert in ids])
 
@@ -244,17 +250,11 @@ class SlotExperts(InFront):
             self.copier.wait(mark)
             yield wave
 
-    def _copy_ahead(self, layer: int, guesses: Iterable[int], behind: Any) -> None:
-        """Copy the first few guesses that are in RAM and in no slot.
-
-        behind: the mark that these copies follow; None: all that the layer before launched.
-        """
-        absent = list(islice(self._absent(layer, guesses), self.early_copies))
+    def _copy_ahead(self, layer: int, guesses: Iterable[int], count: int) -> int:
+        """Copy the first `count` guesses that are in no slot, as far as they are in RAM; return how many were."""
+        absent = list(islice(self._absent(layer, guesses), count))
         found = self.source.ahead(layer, absent)
-        if not found:
-            return
-        # required before speculative
-        self.copier.follow(self.copier.launched() if behind is None else behind)
+        num_copied = 0
         for expert, record in found:
             key = layer * KEY_STRIDE + expert
             row = self._passing.admit(key)
@@ -262,9 +262,12 @@ class SlotExperts(InFront):
                 break
             self._early.add(key)
             self.copier.copy(self._slot_of_row[row], record)
-            self.counters.early_issued += 1
-            self.counters.copied_nbytes += self._nbytes
-        self._early_mark = self.copier.mark()
+            num_copied += 1
+        if num_copied:
+            self.counters.early_issued += num_copied
+            self.counters.copied_nbytes += num_copied * self._nbytes
+            self._early_mark = self.copier.mark()
+        return num_copied
 
     def rehearse(self, records: Sequence[Tensor]) -> None:
         """Copy records to slots that nothing is in yet, a route at most: to measure how long that takes."""

@@ -243,14 +243,14 @@ def open_reader(
     copies: Copies | None,
     hw: HwConfig,
     checksums: Checksums | None = None,
-    is_shared: bool = True,
+    has_process: bool = False,
 ) -> DirectReader | SpreadReader | ChildReader:
     """Open what reads experts: from one drive, or from several.
 
-    checksums: for a process of its own, which compares them over there.  is_shared: the rows may be in memory that such
-    a process maps too; without, this process reads.
+    checksums: for a process of its own, which compares them over there.  has_process: such a process reads, where it is
+    one drive.
     """
-    if copies is None and hw.drive.process and is_shared:
+    if copies is None and has_process:
         return ChildReader(
             layout.files, hw.drive, record_nbytes=layout.record_nbytes, checksums=checksums
         )

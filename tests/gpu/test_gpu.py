@@ -118,6 +118,7 @@ def logits_of(engine, tokens):
             "cache.vram_gib": 0.002,
         },
         {"cache.ram_gib": 1.0, "hw.drive.window": 4, "hw.drive.pieces": 1},
+        {"cache.ram_gib": 0.002, "prefetch.copy": 4, "hw.drive.process": False},
         {"cache.ram_gib": 1.0, "prefetch.copy": 10, "cache.vram_gib": 0.0},
         {"cache.ram_gib": 1.0, "prefetch.copy": 4, "cache.vram_gib": 0.001},
         {"cache.ram_gib": 0.002, "prefetch.copy": 4, "hw.graphs": False},
