@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from stages.opening import open_engine, setup_stages
 log = logging.getLogger("stages")
 
 DRIVE_SECONDS = 2.0  # that the drive is measured for
+AGAIN_SECONDS = 0.5  # behind each repeat that read from it
 RESULT_NAME, PLOT_NAME = "bench.json", "bench.png"  # in the folder of the run
 
 
@@ -69,8 +71,8 @@ def check_window(cfg: RunConfig) -> None:
 
 
 def measure(engine: Engine, config: BenchConfig) -> Bench:
-    """Measure the machine's rates, then every repeat."""
-    rates = engine.measure_rates(DRIVE_SECONDS)
+    """Measure the machine's rates, then every repeat, and the drive again behind each."""
+    around = _Around(engine)
     prompt = random_prompt(engine.codec, config.prompt_length, config.seed)
     num_steps = config.warmup_tokens + config.tokens
     repeats: list[Repeat] = []
@@ -80,15 +82,16 @@ def measure(engine: Engine, config: BenchConfig) -> Bench:
     with Progress("bench: tokens", (1 + is_drafting) * config.repeats * num_steps) as bar:
         for number in range(config.repeats):
             if engine.shared is not None:
-                repeats.append(_repeat_together(engine, config, rates, bar))
+                repeats.append(_repeat_together(engine, config, around, bar))
                 continue
             # in turn, and each first as often: what else the machine does, and who warms what, meets both alike
             variants = [True, False] if is_drafting else [False]
             for has_drafts in variants if number % 2 else variants[::-1]:
-                done = _repeat(engine, config, prompt, rates, bar, energy, has_drafts)
+                done = _repeat(engine, config, prompt, around, bar, energy, has_drafts)
                 (repeats if has_drafts == is_drafting else plain).append(done)
     joules = [repeat.joules for repeat in repeats if repeat.joules is not None]
     num_tokens = sum(token.num_tokens for repeat in repeats for token in repeat.tokens)
+    rates = around.overall
     total = _summary(engine, None, [token for r in repeats for token in r.tokens], rates)
     drafted = None
     if engine.drafting is not None:
@@ -106,7 +109,31 @@ def measure(engine: Engine, config: BenchConfig) -> Bench:
         sum(joules) / num_tokens if joules else None,
         engine.config.serve.max_batch,
         engine.head_report(),
+        around.drive_gib_s,
     )
+
+
+class _Around:
+    """The machine's rates around what is measured: a drive may slow down from one minute to the next."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._rates = engine.measure_rates(DRIVE_SECONDS)
+        self.drive_gib_s = [self._rates.drive_gib_s]  # each time that it was measured
+
+    def behind(self, steps: Sequence[TokenStats]) -> Rates:
+        """Return the rates for what has just run: the drive's is the mean of before and after, if that read from it."""
+        before = self.drive_gib_s[-1]
+        if not any(step.read_nbytes for step in steps):
+            return replace(self._rates, drive_gib_s=before)
+        after = self._engine.measure_drive(AGAIN_SECONDS)
+        self.drive_gib_s.append(after)
+        return replace(self._rates, drive_gib_s=(before + after) / 2)
+
+    @property
+    def overall(self) -> Rates:
+        """The rates for all that was measured."""
+        return replace(self._rates, drive_gib_s=statistics.mean(self.drive_gib_s))
 
 
 def random_prompt(codec: TextCodec, length: int, seed: int) -> list[int]:
@@ -124,7 +151,7 @@ def _repeat(
     engine: Engine,
     config: BenchConfig,
     prompt: list[int],
-    rates: Rates,
+    around: _Around,
     bar: Progress,
     energy: GpuEnergy | None,
     is_drafting: bool,
@@ -150,12 +177,12 @@ def _repeat(
             joules_at.append(energy.joules())
     first = 0 if config.is_cold else counts[0]
     tokens = stats[first:]
-    summary = _summary(engine, prefill, tokens, rates)
+    summary = _summary(engine, prefill, tokens, around.behind(stats))
     joules = joules_at[-1] - joules_at[0 if config.is_cold else 1] if joules_at else None
     return Repeat(prefill, stats[:first], tokens, token_ids, summary, joules)
 
 
-def _repeat_together(engine: Engine, config: BenchConfig, rates: Rates, bar: Progress) -> Repeat:
+def _repeat_together(engine: Engine, config: BenchConfig, around: _Around, bar: Progress) -> Repeat:
     """As `_repeat`, for serve.max_batch conversations of different prompts."""
     if config.is_cold:
         engine.forget_experts()
@@ -166,7 +193,7 @@ def _repeat_together(engine: Engine, config: BenchConfig, rates: Rates, bar: Pro
     ]
     prefill, passes, token_ids = decode_together(engine, config, prompts, bar.advance)
     first = 0 if config.is_cold else config.warmup_tokens
-    summary = _summary(engine, prefill, passes[first:], rates)
+    summary = _summary(engine, prefill, passes[first:], around.behind(passes))
     return Repeat(prefill, passes[:first], passes[first:], token_ids, summary)
 
 

@@ -84,6 +84,7 @@ class Bench:
     joules_per_token: float | None = None  # None: no GPU, or one that does not count
     conversations: int = 1  # decoded together
     head: HeadReport | None = None  # None: computed by CPU or GPU alone
+    drive_gib_s: Sequence[float] = ()  # each time that it was measured; `rates` has the mean
 
     @property
     def is_repeatable(self) -> bool:
@@ -188,10 +189,15 @@ def format_together(bench: Bench) -> str:
     return f"{count} conversations decoded together: each gets {bench.total.decode_tok_s / count:.2f} tok/s"
 
 
-def format_rates(rates: Rates) -> str:
-    """Return the line about the machine's rates, without those that were not measured."""
+def format_rates(rates: Rates, drive_gib_s: Sequence[float] = ()) -> str:
+    """Return the line about the machine's rates, without those that were not measured.
+
+    drive_gib_s: of the drive, if it was measured several times.
+    """
     named = {"drive": rates.drive_gib_s, "memory": rates.memory_gib_s, "PCIe": rates.pcie_gib_s}
     parts = [f"{name} {rate:.2f} GiB/s" for name, rate in named.items() if rate]
+    if len(drive_gib_s) > 1:
+        parts[0] += f" ({min(drive_gib_s):.2f}..{max(drive_gib_s):.2f})"
     return f"measured in this run: {', '.join(parts) or 'nothing'}"
 
 
@@ -218,7 +224,7 @@ def format_report(bench: Bench) -> str:
             *cpu,
             *head,
             format_prompt([repeat.prompt for repeat in bench.repeats]),
-            format_rates(bench.rates),
+            format_rates(bench.rates, bench.drive_gib_s),
             bench.plan,
             peaks,
         )
@@ -239,6 +245,7 @@ def document(bench: Bench, cfg: RunConfig, folder: Path) -> dict[str, Any]:
         "config": {group: _plain(getattr(cfg, group)) for group in GROUPS},
         "changed": changed_keys(cfg),
         "rates": asdict(bench.rates),
+        "drive_gib_s": list(bench.drive_gib_s),
         "plan": bench.plan,
         "decode_tok_s": {"median": median, "min": least, "max": most},
         "is_repeatable": bench.is_repeatable,

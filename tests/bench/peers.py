@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 from conf.schema import DriveConfig
 from runtime.hardware import measure_drive_gib_s
 from runtime.models.qwen3_moe_weights import expert_layout
+from runtime.units import align_up
 from stages.bench_report import format_table
 from stages.synthetic_qwen3_moe import RELEASED
 
@@ -209,7 +210,7 @@ def memory_group(args: argparse.Namespace) -> Iterator[Path | None]:
     if not args.cap_gib:
         yield None
         return
-    limit = str(int(args.cap_gib * GIB))
+    limit = str(align_up(int(args.cap_gib * GIB)))  # of whole pages
     group = None
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, own = line.split(":", 2)

@@ -166,9 +166,16 @@ ENGINES: dict[str, Callable[[dict[str, Any]], Engine]] = {
 
 
 def read_nbytes() -> int:
-    """Return what this process has had read from drives so far, page faults and read-ahead with it."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+    """Return what this process and those that it started have had read from drives so far.
+
+    Page faults and read-ahead count.
+    """
+    children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+    total = 0
+    for pid in ["self", *(pid for pids in children for pid in pids)]:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        total += next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+    return total
 
 
 def drop_caches(job: dict[str, Any]) -> None:

@@ -107,6 +107,14 @@ def test_the_same_tokens_with_and_without_a_cache(outputs, tmp_path):
     bare = measured(outputs, tmp_path, "cache.ram_gib=0", "prefetch.experts=0")
     assert bare["repeats"][0]["token_ids"] == cached["repeats"][0]["token_ids"]
     assert bare["total"]["read_nbytes_per_token"] > cached["total"]["read_nbytes_per_token"]
+    drive = bare["drive_gib_s"]  # before, and behind each repeat
+    assert len(drive) == 1 + len(bare["repeats"])
+    for i, repeat in enumerate(bare["repeats"]):
+        rate = repeat["summary"]["rates"]["drive_gib_s"]
+        assert rate == pytest.approx((drive[i] + drive[i + 1]) / 2)
+        needed = repeat["summary"]["read_nbytes_per_token"]
+        assert repeat["summary"]["floors_ms"]["drive"] == pytest.approx(needed / rate / 2**30 * 1e3)
+    assert bare["rates"]["drive_gib_s"] == pytest.approx(sum(drive) / len(drive))
     assert bare["changed"]["cache.ram_gib"] == 0
     other = measured(outputs, tmp_path, "bench.seed=1", "bench.repeats=1")
     assert other["repeats"][0]["token_ids"] != cached["repeats"][0]["token_ids"]

@@ -387,6 +387,43 @@ def test_within_a_graph_early_copies_follow_what_is_required():
     gpu.finish()
 
 
+def test_what_is_in_ram_waits_for_no_early_copy():
+    """It is launched before what was copied early, and the next early copies do not wait for the latter."""
+    gpu, order = Gpu(passing_slots(2), random.Random(0)), []
+    experts = SlotExperts(Ready(random.Random(0)), gpu, LAYERS, ROUTE, early_copies=2)
+    for layer, (route, guesses) in enumerate([([1, 2, 3], [4, 5, 6]), ([4, 1, 2], [7, 8, 9])]):
+        gpu.finish_compute()
+        for wave in experts.waves(layer, route, guesses):
+            order.append([expert for expert, _ in wave])
+            gpu.launch(layer, wave)
+    assert order == [[1, 2, 3], [1, 2], [4]]
+    assert [what for what, _ in gpu.queues["compute"]] == ["run", "mark", "wait", "run"]
+    mark = gpu.queues["compute"][1][1]
+    assert [item for what, item in gpu.queues["copy"] if what == "wait"][-1] == mark
+    gpu.finish()
+
+
+def test_within_a_graph_one_early_copy_goes_beside_what_is_in_ram():
+    gpu = Gpu(passing_slots(2), random.Random(0))
+    paced, computed = PacedCopier(gpu), []
+    experts = SlotExperts(Ready(random.Random(0)), paced, LAYERS, ROUTE, early_copies=2)
+    paced.begin(computed.__contains__)
+    copies = []
+    for layer, (route, guesses) in enumerate([([1, 2, 3], [4, 5, 6]), ([4, 1, 2], [7, 8, 9])]):
+        paced.reach(layer)
+        gpu.finish()
+        for wave in experts.waves(layer, route, guesses):
+            paced.arrive(limit_s=60)
+            gpu.launch(layer, wave)
+        copies.append([what for what, _ in gpu.queues["copy"]])
+        gpu.finish_compute()
+    assert copies == [[], ["run", "mark"]]
+    computed.append(1)
+    paced.look()
+    paced.end()
+    gpu.finish()
+
+
 def test_a_copy_that_never_ends_is_an_error():
     gpu = Gpu(passing_slots(2), random.Random(0))
     paced = PacedCopier(gpu)

@@ -164,6 +164,13 @@ def test_a_gpu_has_two_more_numbers(bench):
     assert text.endswith("peak memory 3.00 GiB, VRAM 7.00 GiB")
 
 
+def test_a_drive_that_changed():
+    rates, found = Rates(drive_gib_s=1.5, memory_gib_s=10.0), [1.0, 2.0, 1.5]
+    line = "measured in this run: drive 1.50 GiB/s (1.00..2.00), memory 10.00 GiB/s"
+    assert bench_report.format_rates(rates, found) == line
+    assert "drive 1.50 GiB/s," in bench_report.format_rates(rates, found[2:])
+
+
 def test_nothing_was_measured():
     assert bench_report.format_rates(Rates()) == "measured in this run: nothing"
 
