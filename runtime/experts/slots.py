@@ -67,9 +67,9 @@ class SlotExperts(InFront):
     ) -> None:
         """copier.slots: at least `passing_slots(...)` for what follows; what is beyond keeps experts.
 
-        early_copies: guesses for the next layer copied ahead when they are in RAM. With a `PacedCopier` one of them does
-        not wait for what this layer reads in place: 27.4 ms a token in place of 28.9; between launched segments nothing
-        is gained.
+        early_copies: guesses for the next layer copied ahead when they are in RAM. With a `PacedCopier` one of them
+        does not wait for what this layer reads in place: 27.4 ms a token in place of 28.9; between launched segments
+        nothing is gained.
         reads_in_place: experts in RAM are yielded where they are; else each is copied to a slot first.
         """
         self.source = source
