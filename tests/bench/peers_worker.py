@@ -194,7 +194,14 @@ def drop_caches(job: dict[str, Any]) -> None:
 
 
 def measure(engine: Engine, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Feed the prompts, each cold and then warm; behind the first of each, decode the forced tokens."""
+    """Feed the prompts, each cold and then warm; behind the first of each, decode the forced tokens.
+
+    Before, all of them once without a clock: kernels are compiled, libraries set up.
+    """
+    for prompt in job["prompts"]:
+        engine.reset()
+        engine.feed(prompt)
+        engine.feed(job["forced"][:1])
     rows = []
     for prompt in job["prompts"]:
         for state in ("cold", "warm"):
