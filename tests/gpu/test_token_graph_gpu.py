@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import threading
 import time
 
@@ -12,6 +13,7 @@ import torch
 
 from runtime.engine import Engine, EngineFiles
 from runtime.errors import DeviceError, UserError
+from runtime.experts.child_reader import ChildReader
 from runtime.experts.copies import CudaCopier
 from runtime.experts.paced import PacedCopier
 from runtime.experts.reader import DirectReader, ReadError
@@ -22,7 +24,9 @@ from runtime.models.qwen_token import TokenDecoder
 from runtime.sampling import SamplingParams
 from runtime.session import Session
 from runtime.snapshot import SnapshotStore
+from runtime.units import PAGE_NBYTES
 from tests.bench.bench_full_shape import RECORD_NBYTES, full_spec, random_weights
+from tests.faulty_drives import ChildDrive
 from tests.gpu.test_full_shape import CONTEXT, EXPERTS, LAYERS, VOCAB, RandomExperts, RandomRows
 
 pytestmark = pytest.mark.gpu
@@ -74,6 +78,9 @@ class Drive:
     def __call__(self, fd, buffers, offset):
         self.fault()
         return os.preadv(fd, buffers, offset)
+
+
+THREADS = {"hw.drive.process": False}  # a drive is replaced in the process that decodes
 
 
 @pytest.fixture
@@ -227,6 +234,7 @@ def test_a_failed_read_ends_the_answer_and_not_the_engine(open_token, drive, hel
             "cache.vram_gib": 0.0,
             "cache.table_rows": 0,
             "prefetch.copy": copy,
+            **THREADS,
         }
     )
     prompt = heldout_tokens[:50]
@@ -254,7 +262,8 @@ def test_a_failed_read_ends_the_answer_and_not_the_engine(open_token, drive, hel
 
 
 def test_a_drive_that_gives_nothing_ends_the_answer(open_token, drive, heldout_tokens):
-    engine = open_token(**{"cache.ram_gib": 0.0, "cache.vram_gib": 0.0, "hw.graph_limit_s": 1.0})
+    settings = {"cache.ram_gib": 0.0, "cache.vram_gib": 0.0, "hw.graph_limit_s": 1.0}
+    engine = open_token(**settings, **THREADS)
     prompt, session = heldout_tokens[:50], Session(engine)
     wanted = answer(session, prompt)
     session.sync(prompt)
@@ -265,6 +274,35 @@ def test_a_drive_that_gives_nothing_ends_the_answer(open_token, drive, heldout_t
     is_back.set()
     drive.fault = lambda: None
     assert answer(session, prompt) == wanted
+
+
+def test_faults_of_the_reader_process_end_the_answer(
+    open_token, tiny_files, heldout_tokens, tmp_path, monkeypatch
+):
+    """Reads that fail, reads that do not come, and the process's end."""
+    child = ChildDrive(tmp_path)
+    monkeypatch.setitem(ChildReader.__init__.__kwdefaults__, "command", child.command)
+    settings = {"cache.ram_gib": 0.0, "cache.vram_gib": 0.0, "hw.graph_limit_s": 1.0}
+    engine = open_token(**settings)
+    prompt, session = heldout_tokens[:50], Session(engine)
+    wanted = answer(session, prompt)
+    pack = tiny_files.pack / "experts.bin"
+    late = {(pack.stat().st_ino, at) for at in range(2**23, pack.stat().st_size, PAGE_NBYTES)}
+    session.sync(prompt)
+    child.bad = late
+    with pytest.raises(ReadError, match="Input/output error"):
+        answer(session, prompt)
+    child.bad = set()
+    assert answer(session, prompt) == wanted
+    session.sync(prompt)
+    child.gated = late
+    with pytest.raises(DeviceError, match=r"within 1 s|nothing for 1 s"):
+        answer(session, prompt)
+    child.gate.set()
+    assert answer(session, prompt) == wanted
+    os.kill(engine._streamer._reader.pid, signal.SIGKILL)
+    with pytest.raises(ReadError, match="the process that reads experts"):
+        answer(session, prompt)
 
 
 @pytest.mark.parametrize("layer", [0, 3, -1])
