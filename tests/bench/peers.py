@@ -9,7 +9,8 @@ engine runs in a process of its own, in turns, `--repeats` times: prompts of giv
 and forced tokens behind the first. Bytes are those that the kernel read for the process (/proc/self/io).
 
 The cap is a memory cgroup below this process's own (v1 or v2), page cache included; it needs the right to make one.
-Where there is none, the table says that nothing but the engines' own settings held them. Cold: what an engine keeps of
+Where there is none, `--fill-ram` fills the rest of the machine's RAM; without, the table says that nothing but the
+engines' own settings held them. Cold: what an engine keeps of
 the experts is forgotten, the group's page cache reclaimed, the files' dropped (posix_fadvise). Warm: the same again.
 
 Peers are not dependencies: `pip install '.[peers]'`, or environments of their own, named as above. One that is missing
@@ -36,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from conf.schema import DriveConfig
-from runtime.hardware import measure_drive_gib_s
+from runtime.hardware import available_ram_nbytes, measure_drive_gib_s
 from runtime.models.qwen3_moe_weights import expert_layout
 from runtime.units import align_up
 from stages.bench_report import format_table
@@ -76,35 +77,50 @@ def main() -> None:
             for name, (words, is_close) in closeness.items()
             if not is_close
         }
-        engines = [name for name in engines if name not in absent]
-        rows, versions = [], {}
-        for repeat in range(args.repeats):
-            ceiling = drive_gib_s(snapshot)
-            left = [name for name in engines if name not in absent]
-            turn = repeat % max(1, len(left))
-            for name in left[turn:] + left[:turn]:
-                try:
-                    found = run_worker(interpreters[name], job | {"engine": name}, group)
-                except WorkerError as error:
-                    absent[name] = str(error)
-                    continue
-                versions[name] = found["version"]
-                print(
-                    f"{repeat} {name}: opened in {found['open_s']:.1f} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                for row in found["rows"]:
-                    line = {"repeat": repeat, "engine": name, **row, "drive_gib_s": ceiling}
-                    rows.append(line | {"peak_rss_nbytes": found["peak_rss_nbytes"]})
-                if args.record is not None:
-                    save(args.record, rows)
-            print(report(rows, args.engines, absent), file=sys.stderr, flush=True)
-    print(describe(args, config, group))
+        with filled_ram(args, group) as ballast:
+            rows, versions = time_engines(args, snapshot, interpreters, absent, job, group, ballast)
+    print(describe(args, config, group, ballast is not None))
     for name in args.engines:
         words, _ = closeness.get(name, ("not compared", True))
         print(f"{name}: {f'{versions[name]}; {words}' if name in versions else absent[name]}")
     print(report(rows, args.engines, absent))
+
+
+def time_engines(
+    args: argparse.Namespace, snapshot: Path, interpreters: dict[str, str], absent: dict[str, str],
+    job: dict[str, Any], group: Path | None, ballast: subprocess.Popen[str] | None,
+) -> tuple[list[dict[str, Any]], dict[str, str]]:  # fmt: skip
+    """Run the engines in turns; return the rows, and each engine's version. `absent` gains those that fail."""
+    rows: list[dict[str, Any]] = []
+    versions: dict[str, str] = {}
+    engines = [name for name in args.engines if name not in absent]
+    for repeat in range(args.repeats):
+        ceiling = drive_gib_s(snapshot)
+        left = [name for name in engines if name not in absent]
+        turn = repeat % max(1, len(left))
+        for name in left[turn:] + left[:turn]:
+            try:
+                found = run_worker(interpreters[name], job | {"engine": name}, group)
+            except WorkerError as error:
+                absent[name] = str(error)
+                continue
+            if ballast is not None and ballast.poll() is not None:
+                raise SystemExit(
+                    f"error: {name} took more than the cap, and what filled the RAM was ended"
+                )
+            versions[name] = found["version"]
+            print(
+                f"{repeat} {name}: opened in {found['open_s']:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+            for row in found["rows"]:
+                line = {"repeat": repeat, "engine": name, **row, "drive_gib_s": ceiling}
+                rows.append(line | {"peak_rss_nbytes": found["peak_rss_nbytes"]})
+            if args.record is not None:
+                save(args.record, rows)
+        print(report(rows, args.engines, absent), file=sys.stderr, flush=True)
+    return rows, versions
 
 
 def parse() -> argparse.Namespace:
@@ -122,6 +138,11 @@ def parse() -> argparse.Namespace:
         help="for the checkpoint; GGUF and offloaded layers come on top",
     )
     add("--cap-gib", type=float, default=1.5, help="of RAM; 0: none")
+    add(
+        "--fill-ram",
+        action="store_true",
+        help="where no cgroup may be made: fill all RAM but the cap meanwhile",
+    )
     add("--overhead-gib", type=float, default=0.5, help="of it, for interpreter and libraries")
     add("--vram-gib", type=float, help="of the GPU that may be used")
     add("--device", choices=("cpu", "cuda"), default="cpu")
@@ -237,6 +258,29 @@ def memory_group(args: argparse.Namespace) -> Iterator[Path | None]:
             group.rmdir()
 
 
+@contextlib.contextmanager
+def filled_ram(
+    args: argparse.Namespace, group: Path | None
+) -> Iterator[subprocess.Popen[str] | None]:
+    """Where there is a cap and no group for it: leave only the cap to everybody, page cache included."""
+    if group is not None or not args.cap_gib or not args.fill_ram:
+        yield None
+        return
+    available, _ = available_ram_nbytes()
+    nbytes = available - int(args.cap_gib * GIB)
+    command = [sys.executable, str(HERE / "peers_ballast.py"), str(nbytes)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as held:
+        assert held.stdout is not None
+        try:
+            if held.stdout.readline().strip() != "held":
+                raise SystemExit(f"error: {nbytes / GIB:.1f} GiB of RAM could not be filled")
+            yield held
+        finally:
+            held.communicate()  # its stdin ends, and so does it
+
+
 def run_worker(interpreter: str, job: dict[str, Any], group: Path | None) -> dict[str, Any]:
     """Run one engine in a process of its own, inside the group."""
     files = [job["gguf"], *map(str, Path(job["snapshot"]).glob("*.safetensors"))]
@@ -306,14 +350,16 @@ def drive_gib_s(snapshot: Path) -> float:
     return measure_drive_gib_s(layout, DriveConfig(), 3.0)
 
 
-def describe(args: argparse.Namespace, config: dict[str, Any], group: Path | None) -> str:
+def describe(
+    args: argparse.Namespace, config: dict[str, Any], group: Path | None, is_filled: bool
+) -> str:
     held = "no cap" if not args.cap_gib else f"cap {args.cap_gib:g} GiB "
-    if args.cap_gib:
-        held += (
-            "by a memory cgroup, page cache included"
-            if group
-            else "by the engines' own settings alone"
-        )
+    if group is not None:
+        held += "by a memory cgroup, page cache included"
+    elif is_filled:
+        held += "by filling the rest of RAM, page cache included"
+    elif args.cap_gib:
+        held += "by the engines' own settings alone"
     expert = 6 * config["hidden_size"] * config["moe_intermediate_size"]
     experts = config["num_hidden_layers"] * config["num_experts"]
     layers, top_k = config["num_hidden_layers"], config["num_experts_per_tok"]
