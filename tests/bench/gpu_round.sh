@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
 # What is run on a GPU before a release, part by part; figures go to EXPERIMENTS.md.
 #
-#   tests/bench/gpu_round.sh PART...      tests token qwen together deepseek memory cpu, about ten minutes each on an H200
+#   tests/bench/gpu_round.sh PART...      tests token qwen together deepseek memory cpu peers, up to ten minutes each on an
+#                                         H200; what is timed wants the machine for itself
 #
 # PYTHON: the interpreter (python3).  OUT: where checkpoints of random bytes and results go (/tmp/nvmoe).
+# TRANSFORMERS, LLAMA: interpreters of environments with the peers (PYTHON).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3} OUT=${OUT:-/tmp/nvmoe}
+TRANSFORMERS=${TRANSFORMERS:-$PYTHON} LLAMA=${LLAMA:-$PYTHON}
 
 # bench NAME SETTINGS...: one run under an 8 GB cap; prints the table's last row and the rates
 bench() {
@@ -16,27 +19,30 @@ bench() {
     grep -E '^[1-3] |^all|measured in|^prompt:|decoded together|^peak|^VRAM|[Ee]rror|refuses' || true
 }
 
-tests() {
-  "$PYTHON" -m pytest -q -p no:cacheprovider -n 4 -m 'not slow' tests/gpu --ignore tests/gpu/test_token_graph_gpu.py
+tests() { # some compute on the CPU beside: with all its threads in each process they would wait for one another
+  export OMP_NUM_THREADS=2
+  "$PYTHON" -m pytest -q -p no:cacheprovider -n 6 -m 'not slow' tests/gpu --ignore tests/gpu/test_token_graph_gpu.py \
+    -k 'not released_width'
+  OMP_NUM_THREADS=8 "$PYTHON" -m pytest -q -p no:cacheprovider -n 2 -m gpu tests/gpu -k released_width
   "$PYTHON" -m pytest -q -p no:cacheprovider -n 8 tests/unit/test_deepseek_{linear,prompt,token,attention,index,compress}.py
 }
 
 token() { # alone: a graph that waits leaves other programs on the GPU only turns
   "$PYTHON" -m pytest -q -p no:cacheprovider tests/gpu/test_token_graph_gpu.py
-  "$PYTHON" tests/bench/bench_full_shape.py --experts 64 --tokens 60 --copy 0,4 --token --pin
+  "$PYTHON" tests/bench/bench_full_shape.py --experts 24 --tokens 40 --copy 0,4 --token --pin
 }
 
 qwen() {
-  local model=(model=qwen_synthetic model.synthetic.experts=64)
-  bench "drive at 8.2 GiB/s, 2 GiB of cache" "${model[@]}" cache.vram_gib=0 cache.ram_gib=2 \
-    hw.drive.simulate_gib_s=8.2 hw.drive.direct=buffered
-  bench "the same, a process reads" "${model[@]}" cache.vram_gib=0 cache.ram_gib=2 \
-    hw.drive.simulate_gib_s=8.2 hw.drive.direct=buffered hw.drive.process=true
-  bench "everything in RAM" "${model[@]}" cache.vram_gib=0 prefetch.copy=4
+  local model=(model=qwen_synthetic model.synthetic.experts=64 model.synthetic.skew=1 cache.vram_gib=0)
+  local simulated=(cache.ram_gib=2 hw.drive.simulate_gib_s=8.2 hw.drive.direct=buffered)
+  bench "drive at 8.2 GiB/s, 2 GiB of cache" "${model[@]}" "${simulated[@]}"
+  bench "the same, reader threads" "${model[@]}" "${simulated[@]}" hw.drive.process=false
+  bench "everything in RAM" "${model[@]}" prefetch.copy=4
+  bench "the same, one graph a token" "${model[@]}" prefetch.copy=4 hw.graphs=token
 }
 
 together() {
-  local model=(model=qwen_synthetic model.synthetic.experts=64) count
+  local model=(model=qwen_synthetic model.synthetic.experts=64 model.synthetic.skew=1) count
   for count in 1 2 4 8; do
     bench "$count together" "${model[@]}" cache.vram_gib=0 cache.ram_gib=2 model.context_tokens=2048 \
       hw.drive.simulate_gib_s=8.2 hw.drive.direct=buffered bench.repeats=2 serve.max_batch=$count
@@ -44,7 +50,7 @@ together() {
 }
 
 deepseek() {
-  local model=(model=deepseek_synthetic cache.vram_gib=0 prefetch.copy=0)
+  local model=(model=deepseek_synthetic model.synthetic.skew=1 cache.vram_gib=0 prefetch.copy=0 bench.tokens=16)
   local simulated=(model.synthetic.experts=16 hw.drive.simulate_gib_s=8.2 hw.drive.direct=buffered)
   bench "no cache, 311 tokens of prompt" "${model[@]}" "${simulated[@]}" cache.ram_gib=0 bench.prompt_length=311
   bench "half of the experts found" "${model[@]}" "${simulated[@]}" cache.ram_gib=6.3
@@ -58,14 +64,20 @@ cpu() {
     prefetch.copy=0 hw.drive.direct=buffered deepseek.head=auto
 }
 
+peers() { # where a memory cgroup may be made, --fill-ram does nothing
+  "$PYTHON" tests/bench/peers.py --folder "$OUT/peers" --transformers-python "$TRANSFORMERS" --llama-python "$LLAMA" \
+    --layers 8 --experts 64 --set vocab_size=16384 --cap-gib 6 --overhead-gib 4 --vram-gib 2 --device cuda --threads 4 \
+    --tokens 6 --prompts 32,512 --fill-ram --record "$OUT/peers.csv" --ours hw.reserve_gib=4 model.prefill_tokens=512
+}
+
 memory() {
   "$PYTHON" tests/bench/bench_living_kv.py --out "$OUT"
 }
 
-[ $# -gt 0 ] || { sed -n '2,6p' "$0"; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,8p' "$0"; exit 2; }
 for part in "$@"; do
   case $part in
-    tests | token | qwen | together | deepseek | memory | cpu) "$part" ;;
-    *) echo "unknown part '$part': tests, token, qwen, together, deepseek, memory or cpu" >&2; exit 2 ;;
+    tests | token | qwen | together | deepseek | memory | cpu | peers) "$part" ;;
+    *) echo "unknown part '$part': tests, token, qwen, together, deepseek, memory, cpu or peers" >&2; exit 2 ;;
   esac
 done
