@@ -114,31 +114,9 @@ class SlotExperts(InFront):
         guesses = as_list(guesses)  # gone through more than once
         if self.listener is not None:
             self.listener.decoded(layer, ids, guesses)
-        passing, kept = self._passing, self._kept
         if self._pinned:
             self._release()
-        early, self._early = self._early, set()
-        for key in early:
-            passing.landed(key)
-        here: Wave = []
-        early_here: list[int] = []
-        elsewhere: list[int] = []
-        for expert in ids:
-            key = layer * KEY_STRIDE + expert
-            slot = kept.slot_of(key)
-            if slot is None:
-                row = passing.take(key)
-                if row is None:
-                    elsewhere.append(expert)
-                    continue
-                self._pinned.append(key)
-                slot = self._slot_of_row[row]
-                if key in early:
-                    early.remove(key)
-                    early_here.append(expert)
-            here.append((expert, self._slots[slot]))
-        for key in early:  # the wrong ones
-            passing.demote(key)
+        here, early_here, elsewhere = self._find(layer, ids)
         if early_here:
             self.source.used(layer, early_here)
         arrivals = self.source.waves(layer, elsewhere, self._absent(layer + 1, guesses))
@@ -190,6 +168,33 @@ class SlotExperts(InFront):
             self._copy_ahead(layer + 1, guesses, num_ahead - at_once)
         if self.kept_slots:
             self._keep([layer * KEY_STRIDE + expert for expert in ids])
+
+    def _find(self, layer: int, ids: Sequence[int]) -> tuple[Wave, list[int], list[int]]:
+        """Return a route's experts in slots, which of them came early, and those that are in none; judge early copies."""
+        passing, kept = self._passing, self._kept
+        early, self._early = self._early, set()
+        for key in early:
+            passing.landed(key)
+        here: Wave = []
+        early_here: list[int] = []
+        elsewhere: list[int] = []
+        for expert in ids:
+            key = layer * KEY_STRIDE + expert
+            slot = kept.slot_of(key)
+            if slot is None:
+                row = passing.take(key)
+                if row is None:
+                    elsewhere.append(expert)
+                    continue
+                self._pinned.append(key)
+                slot = self._slot_of_row[row]
+                if key in early:
+                    early.remove(key)
+                    early_here.append(expert)
+            here.append((expert, self._slots[slot]))
+        for key in early:  # the wrong ones
+            passing.demote(key)
+        return here, early_here, elsewhere
 
     def _compute(self, layer: int, ids: Sequence[int], on_cpu: Wave) -> None:
         """Compute on the CPU while the GPU has what was launched."""
