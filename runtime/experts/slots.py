@@ -170,7 +170,7 @@ class SlotExperts(InFront):
             self._keep([layer * KEY_STRIDE + expert for expert in ids])
 
     def _find(self, layer: int, ids: Sequence[int]) -> tuple[Wave, list[int], list[int]]:
-        """Return a route's experts in slots, which of them came early, and those that are in none; judge early copies."""
+        """Return a route's experts in slots, those of them that came early, and those in none; judge early copies."""
         passing, kept = self._passing, self._kept
         early, self._early = self._early, set()
         for key in early:
