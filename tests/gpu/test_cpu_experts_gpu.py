@@ -17,6 +17,7 @@ from runtime.experts.arena import HostArena
 from runtime.experts.cpu_share import CpuShare, Workers, fixed_counts, open_share
 from runtime.models.cpu_experts import Nvfp4Compute, compiled_kernels
 from runtime.units import GIB
+from tests.parity.deepseek_taught import drift_faults
 
 pytestmark = pytest.mark.gpu
 
@@ -130,9 +131,7 @@ def test_deepseek_gives_the_same_logits_and_tokens(open_model, plain, heldout_to
     spent = engine.counters().experts.since(before)
     same = float((found == wanted).float().mean())
     print(f"{same:.4f} of the logits are equal to the bit, {spent.cpu_experts} on the CPU")
-    errors = (found - wanted).pow(2).mean(1).sqrt() / wanted.std(1)
-    assert float(errors.median()) < 0.01
-    assert float((found.argmax(1) == wanted.argmax(1)).float().mean()) > 0.99
+    assert not drift_faults(found, wanted)  # one number rounded otherwise goes through the model
     assert greedy(engine, heldout_tokens[:40], TOKENS) == tokens
 
 
