@@ -38,12 +38,14 @@ from runtime.experts.layer_slots import LayerSlots
 from runtime.experts.layout import ExpertKey, ExpertLayout
 from runtime.experts.paced import PacedCopier
 from runtime.experts.policies import CACHES
+from runtime.experts.resident import ResidentExperts
 from runtime.experts.routes import RouteHeader, RouteRecorder
 from runtime.experts.shared import SharedReads, share
 from runtime.experts.slots import SlotExperts, passing_slots
+from runtime.experts.source import ExpertSource
 from runtime.experts.spread import drive_configs, open_reader, spare_rows, spread_of
 from runtime.experts.spread_reader import Copies
-from runtime.experts.streamer import ExpertSource, ExpertStreamer, ResidentExperts
+from runtime.experts.streamer import ExpertStreamer
 from runtime.experts.warm import WarmFile, WarmOwner
 from runtime.head_shares import HeadReport
 from runtime.models.token_graph import check_token_graph

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from runtime.experts.cpu_share import CpuShare, balanced_counts
 from runtime.experts.routes import RouteHeader
-from runtime.experts.streamer import Wave
+from runtime.experts.source import Wave
 from runtime.units import GIB
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from runtime.experts.policies import CACHES, BeladyCache, PerLayerCache, SlruCac
 from runtime.experts.routes import Kind, RouteHeader, RouteTrace, Step
 from runtime.experts.schedule import ReadJob, ReadQueue, cut_spans
 from runtime.experts.slots import SlotExperts, passing_slots
-from runtime.experts.streamer import ExpertStreamer, Reader, Wave
+from runtime.experts.source import Reader, Wave
+from runtime.experts.streamer import ExpertStreamer
 from runtime.simulated_share import SimulatedShare
 from runtime.simulated_spread import DriveSet, SimulatedSpreadReader
 from runtime.stats import TokenStats

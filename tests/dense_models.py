@@ -10,7 +10,8 @@ import torch
 from conf.schema import DriveConfig
 from runtime.checkpoint import Checkpoint
 from runtime.experts.reader import DirectReader
-from runtime.experts.streamer import ExpertStreamer, ResidentExperts
+from runtime.experts.resident import ResidentExperts
+from runtime.experts.streamer import ExpertStreamer
 from runtime.models.dense import DenseModel
 from runtime.models.dense_weights import DenseSpec, LayerLayout, head_entries
 

@@ -10,8 +10,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from conf.schema import RunConfig
 from runtime.checkpoint import Checkpoint
 from runtime.experts.reader import DirectReader
+from runtime.experts.resident import ResidentExperts
 from runtime.experts.slots import SlotExperts
-from runtime.experts.streamer import ExpertStreamer, ResidentExperts
+from runtime.experts.streamer import ExpertStreamer
 from runtime.models import qwen3_moe
 from runtime.models.qwen3_moe_weights import expert_layout
 

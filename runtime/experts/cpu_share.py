@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from runtime import cores
-from runtime.experts.streamer import Wave
+from runtime.experts.source import Wave
 from runtime.units import GIB
 
 log = logging.getLogger(__name__)

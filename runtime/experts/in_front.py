@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from runtime.experts.streamer import ExpertSource, Wave, one_by_one
+from runtime.experts.source import ExpertSource, Wave, one_by_one
 from runtime.stats import ExpertCounters
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from runtime.experts.copies import Copier
 from runtime.experts.in_front import InFront
 from runtime.experts.routes import RouteListener
-from runtime.experts.streamer import ExpertSource, Wave
+from runtime.experts.source import ExpertSource, Wave
 
 
 class _Coming(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runtime.checkpoint import ShortFileError
 from runtime.experts.layout import ExpertKey, ExpertLayout
-from runtime.experts.streamer import Wave
+from runtime.experts.source import Wave
 from runtime.stats import ExpertCounters
 
 

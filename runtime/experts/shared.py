@@ -18,7 +18,7 @@ from greenlet import getcurrent, greenlet
 
 from runtime.experts.in_front import InFront
 from runtime.experts.slots import BatchedSource
-from runtime.experts.streamer import ExpertSource, Wave
+from runtime.experts.source import ExpertSource, Wave
 
 
 @dataclass(frozen=True, slots=True)

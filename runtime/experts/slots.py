@@ -24,7 +24,7 @@ from runtime.experts.in_front import InFront
 from runtime.experts.layout import ExpertKey
 from runtime.experts.paced import PacedCopier
 from runtime.experts.routes import RouteListener
-from runtime.experts.streamer import ExpertSource, Wave, as_list
+from runtime.experts.source import ExpertSource, Wave, as_list
 
 BATCH_EXPERTS = 8  # of a prompt, copied and computed together, at most
 BATCH_NBYTES = 64 * 2**20  # two batches of them are in VRAM at once

@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import filterfalse
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -23,146 +23,16 @@ from runtime.experts.arena import PIN_HINT, HostArena, shared_arena
 from runtime.experts.cache import ExpertCache
 from runtime.experts.checks import Checksums, next_arrival
 from runtime.experts.child_reader import ChildReader
-from runtime.experts.layout import ExpertKey, ExpertLayout, Span
+from runtime.experts.layout import ExpertKey, ExpertLayout
 from runtime.experts.routes import RouteListener
 from runtime.experts.schedule import Orphans, ReadJob
+from runtime.experts.source import Arena, Arrivals, Reader, Wave, as_list, one_by_one
 from runtime.stats import ExpertCounters
 from runtime.units import format_nbytes
 
 log = logging.getLogger(__name__)
 
-Wave = list[tuple[int, Tensor]]
 TIMED = SimpleQueue, ChildReader  # arrivals that say when nothing comes
-
-
-class ExpertSource(Protocol):
-    """Where an engine gets its experts from."""
-
-    @property
-    def counters(self) -> ExpertCounters: ...
-
-    def waves(self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()) -> Iterator[Wave]:
-        """Yield `ids` (distinct, in router order) with their records in lists: first what is there already; then, as
-        it arrives, all that has arrived. A list may be empty. Valid until the next call.
-
-        `guesses`: likely experts of layer + 1, best first; they may be read ahead in the gap, and are asked for after
-        the first list, which is wanted soon.
-        """
-
-    def used(self, layer: int, ids: Sequence[int]) -> None:
-        """Note, before a layer's `waves`, which experts of its route were found in front of this source.
-
-        They came from here a moment ago, and are as much in use as those that are asked for.
-        """
-
-    def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
-        """Return those of `ids` whose records are there already, valid until the call after the next of `waves`."""
-
-    def fetch(
-        self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield what `waves` does, one by one."""
-
-    def sweep(self, layer: int, ids: Sequence[int], hold: int = 1) -> Iterator[tuple[int, Tensor]]:
-        """Yield each of `ids` once, in the order given; what decoding keeps warm stays warm.
-
-        A record is valid until `hold` more have been asked for (at most `max_hold`).
-        """
-
-    @property
-    def max_hold(self) -> int: ...
-
-    @property
-    def max_route(self) -> int:
-        """How many experts of a layer `waves` and `fetch` can be asked for at once."""
-
-    @property
-    def record_nbytes(self) -> int: ...
-
-    def forget(self) -> None:
-        """Drop what is kept: the next token finds nothing."""
-
-    def pin(self) -> None:
-        """Make the records readable by the GPU where they are. Once, before the first fetch."""
-
-    def close(self) -> None: ...
-
-
-def as_list(guesses: Iterable[int]) -> list[int]:
-    """Return guesses that can be gone through twice, with their scores if they have some."""
-    return guesses if isinstance(guesses, list) else list(guesses)
-
-
-def fetch_union(
-    experts: ExpertSource, layer: int, routes: Sequence[Sequence[int]], guesses: Iterable[int] = ()
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield each expert that the routes of several tokens name once, as `fetch` does; the first token's come first.
-
-    More than the cache can hold are fetched in turns, and the guesses asked for in the last of them.
-    """
-    if len(routes) == 1:
-        yield from experts.fetch(layer, routes[0], guesses)
-        return
-    union = list(dict.fromkeys(expert for route in routes for expert in route))
-    turns = [union[at : at + experts.max_route] for at in range(0, len(union), experts.max_route)]
-    for turn in turns:
-        yield from experts.fetch(layer, turn, guesses if turn is turns[-1] else ())
-
-
-def one_by_one(waves: Iterator[Wave]) -> Iterator[tuple[int, Tensor]]:
-    """Yield what is in the lists; what is read ahead is on its way before the first is computed."""
-    first = next(waves)
-    second = next(waves, [])
-    yield from first
-    yield from second
-    for wave in waves:
-        yield from wave
-
-
-class Reader(Protocol):
-    """What a streamer asks of the one who reads: a `DirectReader`, a `ChildReader`, or the simulator's."""
-
-    def submit(
-        self,
-        key: Hashable,
-        spans: Sequence[Span],
-        buffer: memoryview,
-        is_required: bool = True,
-        on_done: Callable[[ReadJob], None] | None = None,
-        is_idle: bool = False,
-    ) -> ReadJob: ...
-
-    def promote(self, job: ReadJob) -> None: ...
-
-    def cancel(self, job: ReadJob) -> bool: ...
-
-    def close(self) -> None: ...
-
-
-class Arena(Protocol):
-    """Rows of memory: `arena.HostArena`, or the simulator's, which has none."""
-
-    records: list[Tensor]
-    row_nbytes: int
-    nbytes: int
-
-    def view(self, row: int) -> memoryview: ...
-
-    def swap(self, row: int, other: int) -> None: ...
-
-    def pin_rows(self) -> int: ...
-
-    def close(self) -> None: ...
-
-
-class Arrivals(Protocol):
-    """Finished reads on their way to the decoding thread: a `SimpleQueue`, a `ChildReader`, the simulator's clock."""
-
-    def put(self, item: ReadJob) -> None: ...
-
-    def get(self) -> ReadJob: ...
-
-    def empty(self) -> bool: ...
 
 
 class _Ahead(NamedTuple):
@@ -639,88 +509,4 @@ class ExpertStreamer:
 
     def close(self) -> None:
         self._reader.close()
-        self._arena.close()
-
-
-class ResidentExperts:
-    """All experts in memory: what every streamed run is compared with."""
-
-    def __init__(self, layout: ExpertLayout, reader: Reader) -> None:
-        """Read everything; the reader is closed afterwards."""
-        self.counters = ExpertCounters()
-        self._num_experts = layout.num_experts
-        self._arena = HostArena(layout.num_layers * layout.num_experts, layout.record_nbytes)
-        done: SimpleQueue[ReadJob] = SimpleQueue()
-        keys = [
-            ExpertKey(layer, e)
-            for layer in range(layout.num_layers)
-            for e in range(layout.num_experts)
-        ]
-        for row, key in enumerate(keys):
-            reader.submit(key, layout.spans(key), self._arena.view(row), on_done=done.put)
-        errors, left = [], len(keys)
-        while left:
-            job = done.get()
-            if (
-                job.orphans is not None
-            ):  # a row is one expert's for ever: what comes late is the same
-                assert job.orphans.restart is not None
-                job.orphans.restart(job.buffer)
-                continue
-            left -= 1
-            if job.error is not None:
-                errors.append(job.error)
-        reader.close()
-        if errors:
-            raise errors[0]
-
-    @property
-    def arena_nbytes(self) -> int:
-        return self._arena.nbytes
-
-    @property
-    def record_nbytes(self) -> int:
-        return self._arena.row_nbytes
-
-    @property
-    def records(self) -> Sequence[Tensor]:
-        """The rows of RAM, whatever is in them: to measure with, before anything is read."""
-        return self._arena.records
-
-    @property
-    def max_hold(self) -> int:
-        return self._num_experts
-
-    @property
-    def max_route(self) -> int:
-        return self._num_experts
-
-    def fetch(
-        self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()
-    ) -> Iterator[tuple[int, Tensor]]:
-        yield from one_by_one(self.waves(layer, ids, guesses))
-
-    def waves(self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()) -> Iterator[Wave]:
-        del guesses  # there is nothing to read ahead
-        self.counters.hits += len(ids)
-        yield self.ahead(layer, ids)
-
-    def used(self, layer: int, ids: Sequence[int]) -> None:
-        """Everything stays: nothing is noted."""
-
-    def ahead(self, layer: int, ids: Sequence[int]) -> Wave:
-        first = layer * self._num_experts
-        return [(expert, self._arena.records[first + expert]) for expert in ids]
-
-    def sweep(self, layer: int, ids: Sequence[int], hold: int = 1) -> Iterator[tuple[int, Tensor]]:
-        del hold  # every record is valid for ever
-        yield from self.ahead(layer, ids)
-
-    def forget(self) -> None:
-        """Everything stays: there is nothing to read again from."""
-
-    def pin(self) -> None:
-        self._arena.pin()
-
-    def close(self) -> None:
         self._arena.close()

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from runtime.experts.streamer import ExpertSource, Wave, one_by_one
+from runtime.experts.source import ExpertSource, Wave, one_by_one
 
 
 class HasExperts(Protocol):

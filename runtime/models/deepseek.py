@@ -30,7 +30,7 @@ from runtime.experts.cpu_share import CpuShare, Workers, open_share
 from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
 from runtime.experts.slots import SlotExperts
-from runtime.experts.streamer import ExpertSource
+from runtime.experts.source import ExpertSource
 from runtime.models.buffers import check_context
 from runtime.models.cpu_experts import Mxfp4Compute, compiled_kernels
 from runtime.models.deepseek_backends import resolve_arithmetic

@@ -24,7 +24,8 @@ from runtime.checkpoint import Checkpoint
 from runtime.drafts.heads import HeadedModel, Proposal
 from runtime.experts.reader import DirectReader
 from runtime.experts.shard_layout import ShardLayout
-from runtime.experts.streamer import ExpertSource, ExpertStreamer
+from runtime.experts.source import ExpertSource
+from runtime.experts.streamer import ExpertStreamer
 from runtime.models.deepseek_attempt import DeepseekAttempt
 from runtime.models.deepseek_model import (
     Attention,

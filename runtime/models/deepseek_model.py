@@ -22,7 +22,7 @@ from kernels import reference_deepseek as ops
 from kernels.formats import fp8_blocks_dequantize, mxfp4_dequantize
 from runtime.experts.arena import HostArena
 from runtime.experts.layout import ExpertKey
-from runtime.experts.streamer import ExpertSource, fetch_union
+from runtime.experts.source import ExpertSource, fetch_union
 from runtime.models.buffers import appended
 from runtime.models.deepseek_attempt import DeepseekAttempt
 from runtime.models.deepseek_codec import open_codec as open_codec  # the family's

@@ -29,7 +29,7 @@ from runtime.errors import UserError
 from runtime.experts.arena import HostArena
 from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
-from runtime.experts.streamer import ExpertSource
+from runtime.experts.source import ExpertSource
 from runtime.models import deepseek_backends as backends
 from runtime.models.deepseek_engram import read_engram_tables
 from runtime.models.deepseek_package import Package, load_package

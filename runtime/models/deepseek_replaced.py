@@ -22,7 +22,7 @@ from kernels.formats import fp8_blocks_dequantize
 from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
 from runtime.experts.slots import BatchedSource
-from runtime.experts.streamer import ExpertSource
+from runtime.experts.source import ExpertSource
 from runtime.models import deepseek_backends as backends
 from runtime.models.deepseek_package import Package
 from runtime.models.deepseek_rows import EngramReader

@@ -27,7 +27,7 @@ from runtime.budget import ModelSizes
 from runtime.checkpoint import Checkpoint, torch_dtype
 from runtime.drafts.opening import check_device, has_heads
 from runtime.errors import UserError
-from runtime.experts.streamer import ExpertSource
+from runtime.experts.source import ExpertSource
 from runtime.living_kv.hot import buffer_tokens
 from runtime.models.buffers import NoRows, check_context, open_part, sendable
 from runtime.models.dense_codec import open_codec as open_codec

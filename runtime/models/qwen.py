@@ -26,8 +26,8 @@ from runtime.experts.cpu_share import CpuShare, open_share
 from runtime.experts.layout import Nvfp4Shape, PackedLayout
 from runtime.experts.reader import DirectReader
 from runtime.experts.slots import SlotExperts
+from runtime.experts.source import ExpertSource
 from runtime.experts.spread import open_pack
-from runtime.experts.streamer import ExpertSource
 from runtime.models.buffers import check_context
 from runtime.models.cpu_experts import Nvfp4Compute, compiled_kernels
 from runtime.models.lanes import open_lanes

@@ -30,7 +30,7 @@ from runtime.errors import UserError
 from runtime.experts.layout import ExpertKey
 from runtime.experts.routes import Guesses
 from runtime.experts.slots import BatchedSource
-from runtime.experts.streamer import ExpertSource
+from runtime.experts.source import ExpertSource
 from runtime.experts.tensor_layout import TensorLayout
 from runtime.models.buffers import NoRows, check_context, open_part
 from runtime.models.dense_state import SCORES_NBYTES, DenseState

@@ -25,7 +25,8 @@ from runtime.checkpoint import Checkpoint, bytes_to_tensor
 from runtime.drafts.heads import HeadedModel, Proposal
 from runtime.experts.layout import ExpertKey, Span
 from runtime.experts.reader import DirectReader
-from runtime.experts.streamer import ExpertSource, ExpertStreamer
+from runtime.experts.source import ExpertSource
+from runtime.experts.streamer import ExpertStreamer
 from runtime.experts.tensor_runs import Part, lay_out
 from runtime.models.qwen_model import CHUNK_TOKENS, Attention, BlockMixer, Mixer, Moe, QwenModel
 from runtime.models.qwen_state import AttentionState

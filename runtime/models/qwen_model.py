@@ -21,7 +21,7 @@ from kernels.fp8_matvec import linear, linear_pair
 from runtime.experts.layout import Nvfp4Shape
 from runtime.experts.routes import Guesses
 from runtime.experts.slots import BatchedSource
-from runtime.experts.streamer import ExpertSource, fetch_union
+from runtime.experts.source import ExpertSource, fetch_union
 from runtime.models.buffers import appended
 from runtime.models.lanes import Lanes
 from runtime.models.qwen_attempt import QwenAttempt

@@ -28,7 +28,7 @@ from kernels.reference_flags import LINE
 from runtime.errors import DeviceError, UserError
 from runtime.experts.paced import PacedCopier
 from runtime.experts.slots import SlotExperts
-from runtime.experts.streamer import ExpertSource
+from runtime.experts.source import ExpertSource
 from runtime.models.graphs import Graphs
 
 # A layer's waves: what is there at once; what comes until one expert is missing; the last. A wave that is not needed

@@ -11,8 +11,8 @@ import torch
 
 from runtime.experts.arena import HostArena
 from runtime.experts.copies import CudaCopier
+from runtime.experts.resident import ResidentExperts
 from runtime.experts.slots import SlotExperts, passing_slots
-from runtime.experts.streamer import ResidentExperts
 from runtime.models.qwen_decode import Decoder
 from runtime.models.qwen_model import QwenModel
 from runtime.stats import ExpertCounters

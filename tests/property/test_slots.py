@@ -19,7 +19,7 @@ from runtime.errors import DeviceError
 from runtime.experts.cpu_share import CpuShare, fixed_counts
 from runtime.experts.paced import PacedCopier
 from runtime.experts.slots import BATCH_EXPERTS, KEY_STRIDE, SlotExperts, passing_slots
-from runtime.experts.streamer import one_by_one
+from runtime.experts.source import one_by_one
 from runtime.stats import ExpertCounters
 
 LAYERS, EXPERTS, ROUTE, NBYTES = 5, 12, 3, 16

@@ -18,7 +18,8 @@ from runtime.checkpoint import Extent
 from runtime.experts.layout import ExpertKey, aligned_spans
 from runtime.experts.policies import CACHES
 from runtime.experts.reader import DirectReader, ReadError
-from runtime.experts.streamer import ExpertStreamer, ResidentExperts
+from runtime.experts.resident import ResidentExperts
+from runtime.experts.streamer import ExpertStreamer
 from runtime.units import PAGE_NBYTES
 from tests.faulty_drives import PATIENCE_S, ChildDrive, Drive
 
