@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf, open_dict
 
 import run
-from conf import schema
 from conf.schema import STAGES, ConfigError, Deltanet, RunConfig, Source, known_keys, load
+from conf.schema.checks import RANGES
 from runtime.errors import UsageError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,6 +162,7 @@ def test_every_key_with_a_unit_says_it():
         ("hw.drive.windw", "hw.drive.window"),
         ("sampling.top_k", None),
         ("model.sampling.top_k.x", None),
+        ("schema", None),  # conf/schema is a folder of types, no group of choices
     ],
 )
 def test_unknown_keys_on_the_command_line(prefix, key, nearest):
@@ -241,9 +242,9 @@ def _with(key: str, value: object) -> RunConfig:
     return load(cfg)
 
 
-@pytest.mark.parametrize("key", sorted(schema._RANGES))
+@pytest.mark.parametrize("key", sorted(RANGES))
 def test_ranges(key):
-    low, high = schema._RANGES[key]
+    low, high = RANGES[key]
     is_whole = "float" not in str(_type_of(key))
     for value in (low, high):
         _with(key, int(value) if is_whole else value)
@@ -299,7 +300,7 @@ def test_every_number_has_a_range():
         for key, is_group in known_keys().items()
         if not is_group and re.search(r"\b(int|float)\b", str(_type_of(key)))
     }
-    assert numbers - free == set(schema._RANGES)
+    assert numbers - free == set(RANGES)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -531,4 +532,5 @@ def test_help_needs_no_torch():
         "python run.py stages=[chat]",
     ):
         assert word in done.stdout
+    assert "schema" not in done.stdout, "a folder of types is no group of choices"
     assert "\033" not in done.stdout
