@@ -148,7 +148,7 @@ def faults(memory: MemoryConfig, stages: Sequence[str]) -> Iterable[str]:
         and not (memory.question or "").strip()
     ):
         yield f'stages=[{name}] needs a question: add memory.question="..."'
-    if 4096 % memory.block:
+    if memory.block and 4096 % memory.block:
         yield f"memory.block must divide 4096, got {memory.block}"
     if not memory.index_layers or any(not 0 < f <= 1 for f in memory.index_layers):
         yield f"memory.index_layers are fractions of the depth above 0 and at most 1, got {memory.index_layers}"

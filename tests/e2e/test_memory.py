@@ -112,6 +112,7 @@ def test_wrong_use_says_what_is_missing(tmp_path):
         (["stages=[memory_ingest]"], "memory.file"),
         (["stages=[memory_prune]"], "memory.keep"),
         (["stages=[memory_list]", "memory.block=48"], "divide 4096"),
+        (["stages=[memory_list]", "memory.block=0"], "memory.block must be at least 8"),
     ):
         assert said in run(tmp_path, *words, code=2).stderr
     assert "there is no store" in run(tmp_path, "stages=[memory_list]", code=1).stderr
