@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -244,6 +246,33 @@ class Checkpoint:
     def read(self, info: TensorInfo) -> bytearray:
         """Return a tensor's bytes."""
         return read_extent(info.extent)
+
+    def account(
+        self, places: Mapping[str, str], left_out: Iterable[tuple[re.Pattern[str], str]]
+    ) -> dict[str, int]:
+        """Return how many tensors have which place, in the order of places' names. Every tensor must have one.
+
+        places: tensor -> place.  left_out: beginnings of names that have none, and why.  Raises CheckpointError naming
+        tensors that are neither.
+        """
+        patterns = tuple(left_out)
+        counts: Counter[str] = Counter()
+        strangers = []
+        for tensor in self.tensors:
+            place = places.get(tensor) or next(
+                (f"left out: {why}" for pattern, why in patterns if pattern.match(tensor)), None
+            )
+            if place is None:
+                strangers.append(tensor)
+            else:
+                counts[place] += 1
+        if strangers:
+            raise CheckpointError(
+                f"{len(strangers)} tensors of the checkpoint have no place in this engine: "
+                f"{', '.join(sorted(strangers)[:4])}",
+                "check model.family and model.revision: this is another architecture or another release",
+            )
+        return dict(sorted(counts.items()))
 
     def load(self, name: str) -> torch.Tensor:
         """Return a tensor as torch sees it (a copy of its bytes; `F8_E4M3` becomes float8_e4m3fn)."""

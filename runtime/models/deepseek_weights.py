@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from runtime.checkpoint import Checkpoint, CheckpointError
+from runtime.checkpoint import Checkpoint
 from runtime.errors import UserError
 from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import Fp4Shape, ShardLayout, expert_tensors
@@ -476,20 +475,4 @@ def account(checkpoint: Checkpoint, spec: DeepseekSpec, has_drafts: bool = False
         weights, scales = expert_tensors(checkpoint, spec.expert_shape, prefix)
         places |= {info.name: place for info in (*weights, *scales)}
     left_out = _LEFT_OUT if has_drafts else (_DRAFTS_LEFT_OUT, *_LEFT_OUT)
-    counts: Counter[str] = Counter()
-    strangers = []
-    for tensor in checkpoint.tensors:
-        found = places.get(tensor) or next(
-            (f"left out: {why}" for pattern, why in left_out if pattern.match(tensor)), None
-        )
-        if found is None:
-            strangers.append(tensor)
-        else:
-            counts[found] += 1
-    if strangers:
-        raise CheckpointError(
-            f"{len(strangers)} tensors of the checkpoint have no place in this engine: "
-            f"{', '.join(sorted(strangers)[:4])}",
-            "check model.family and model.revision: this is another architecture or another release",
-        )
-    return dict(sorted(counts.items()))
+    return checkpoint.account(places, left_out)

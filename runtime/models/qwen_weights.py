@@ -11,7 +11,6 @@ import math
 import re
 import struct
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -413,23 +412,7 @@ def account(checkpoint: Checkpoint, spec: QwenSpec) -> dict[str, int]:
     name = f"{PREFIX}layers.{spec.ple_layer}.ple.ple_embedding.ngram_embedding."
     places |= {f"{name}shard_{i}.weight": "n-gram table" for i in range(len(table.parts))}
     places[f"{name}weight_scale"] = "n-gram table"
-    counts: Counter[str] = Counter()
-    strangers = []
-    for tensor in checkpoint.tensors:
-        place = places.get(tensor) or next(
-            (f"left out: {why}" for p, why in _LEFT_OUT if p.match(tensor)), None
-        )
-        if place is None:
-            strangers.append(tensor)
-        else:
-            counts[place] += 1
-    if strangers:
-        raise CheckpointError(
-            f"{len(strangers)} tensors of the checkpoint have no place in this engine: "
-            f"{', '.join(sorted(strangers)[:4])}",
-            "check model.family and model.revision: this is another architecture or another release",
-        )
-    return dict(sorted(counts.items()))
+    return checkpoint.account(places, _LEFT_OUT)
 
 
 def all_experts(spec: QwenSpec) -> Iterator[ExpertKey]:
