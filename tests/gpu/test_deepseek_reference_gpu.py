@@ -14,6 +14,7 @@ import torch
 from conf.schema import Kernels
 from kernels import deepseek_published
 from runtime.engine import Engine, EngineFiles
+from runtime.errors import UserError
 from runtime.models import deepseek_backends as backends
 from runtime.units import GIB
 from tests.bench.compare_arithmetics import make_checkpoint
@@ -177,9 +178,13 @@ def test_kernels_are_plain_torch(open_reference):
 @pytest.mark.gpu
 def test_tilelang_is_plain_torch_where_it_is_installed(open_reference):
     """The stand-in's kernel.py has no TileLang in it: what this shows is the way there, check_snapshot.py the rest."""
-    fault = backends.tilelang_fault(backends.tilelang_version(), backends.capability())
-    if fault is not None:
-        pytest.skip(fault)
+    version = backends.tilelang_version()
+    if version is None:
+        pytest.skip("TileLang is not installed")
+    if backends.tilelang_fault(version, backends.capability()) is not None:
+        with pytest.raises(UserError, match="is refused"):
+            open_reference(**{"deepseek.kernels": "tilelang"})
+        return
     model = open_reference(**{"deepseek.kernels": "tilelang"}).model
     assert model.parts.kernels is Kernels.tilelang
     assert all(finding.is_ok for finding in model.probe_kernels(model.parts.package.kernel))

@@ -17,6 +17,7 @@ from kernels.deepseek_prompt import Fp4Weight
 from runtime.engine import Engine, EngineFiles
 from runtime.experts.layout import ExpertKey
 from tests.bench.compare_arithmetics import make_checkpoint
+from tests.parity.deepseek_planted import DECODER_MISTAKES, late_positions
 from tests.parity.deepseek_taught import faults_of, others_of, record_token, teach_prompt
 from tests.parity.deepseek_taught_decoder import DECODER_BOUNDS, corrected
 
@@ -82,11 +83,6 @@ def test_sublayers_of_decoded_tokens(models, tokens):
 # ---- that it would show ----------------------------------------------------------------------------------------------
 
 
-def late_positions(model, patch):
-    tables = [tuple(table.roll(-1, 0) for table in pair) for pair in model.tables]
-    patch.setattr(model, "tables", tables)
-
-
 def wrong_scale(model, patch):
     """One expert's gate a power of two aside."""
     plain = model.open_expert
@@ -111,51 +107,10 @@ def test_a_mistake_in_a_prompt_shows(models, tokens, monkeypatch, plant, kind):
     assert all(kind in fault for fault in faults)
 
 
-def stale_row(decoder, patch):
-    """The oldest row of a window, where a token's own should be."""
-    plain = decoder._token.prepare_token
-
-    def late(*args):
-        ring, before = args[7], args[7].clone()
-        plain(*args)
-        ring.copy_(before)
-
-    patch.setattr(decoder._token, "prepare_token", late)
-
-
-def moved_expert(decoder, patch):
-    """One expert's codes and scales where its neighbour's are."""
-    offsets = [list(layer) for layer in decoder._offsets]
-    offsets[LAYER] = [(codes + 128, scales) for codes, scales in offsets[LAYER]]
-    patch.setattr(decoder, "_offsets", offsets)
-
-
-def turned_tables(decoder, patch):
-    late_positions(decoder.model, patch)
-
-
-def swapped_rows(decoder, patch):
-    """Experts in the order of their rank, not of their ids: another's weight for each."""
-    plain = decoder._moe.route_token
-
-    def swapped(*args):
-        plain(*args)
-        args[5].copy_(args[5].flip(0))
-
-    patch.setattr(decoder._moe, "route_token", swapped)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("plant", "kind"),
-    [
-        (stale_row, "window"),
-        (moved_expert, "experts"),
-        (turned_tables, "window"),
-        (swapped_rows, "route weights"),
-    ],
-)
-def test_a_mistake_in_a_decoded_token_shows(models, tokens, monkeypatch, plant, kind):
+@pytest.mark.parametrize("name", DECODER_MISTAKES)
+def test_a_mistake_in_a_decoded_token_shows(models, tokens, monkeypatch, name):
+    plant, kind = DECODER_MISTAKES[name]
     state = models[0].new_state()
     models[0].prefill(tokens[:PROMPT], state)
     plant(models[1].decoder, monkeypatch)

@@ -15,6 +15,7 @@ from kernels import reference_deepseek as ops
 from runtime.engine import Engine, EngineFiles
 from runtime.experts.layout import ExpertKey
 from tests.parity import deepseek_golden as golden
+from tests.parity.deepseek_planted import DECODER_MISTAKES, late_positions
 from tests.parity.deepseek_taught import (
     Tape,
     drift_faults,
@@ -166,12 +167,6 @@ def wrong_scale(model, patch):
     patch.setattr(model, "open_expert", opened)
 
 
-def late_positions(model, patch):
-    """Every rotation by the angle of the position behind it."""
-    tables = [tuple(table.roll(-1, 0) for table in pair) for pair in model.tables]
-    patch.setattr(model, "tables", tables)
-
-
 def swapped_experts(model, patch):
     """Of one layer, the best expert with the weight of the last and so on."""
     moe = model.blocks[LAYER].moe
@@ -276,44 +271,6 @@ def test_the_decoder_is_the_layers_own_path(decoding, start, steps):
     faults, others = teach_decoder(decoding, start, steps)
     assert not faults
     assert not others
-
-
-def stale_ring(decoder, patch):
-    """A token's own row of the window stays as it was."""
-    plain = decoder._token.prepare_token
-
-    def late(*args):
-        ring, before = args[7], args[7].clone()
-        plain(*args)
-        ring.copy_(before)
-
-    patch.setattr(decoder._token, "prepare_token", late)
-
-
-def moved_experts(decoder, patch):
-    """One layer's experts read from a row of codes further on."""
-    offsets = [list(layer) for layer in decoder._offsets]
-    offsets[2] = [(codes + decoder.spec.hidden // 2, scales) for codes, scales in offsets[2]]
-    patch.setattr(decoder, "_offsets", offsets)
-
-
-def swapped_weights(decoder, patch):
-    """The experts' outputs by ascending id, their weights by rank."""
-    plain = decoder._moe.route_token
-
-    def swapped(*args):
-        plain(*args)
-        args[5].copy_(args[5].flip(0))
-
-    patch.setattr(decoder._moe, "route_token", swapped)
-
-
-DECODER_MISTAKES = {
-    "stale_ring": (stale_ring, "window"),
-    "late_positions": (lambda decoder, patch: late_positions(decoder.model, patch), "window"),
-    "moved_experts": (moved_experts, "experts"),
-    "swapped_weights": (swapped_weights, "route weights"),
-}
 
 
 @pytest.mark.slow

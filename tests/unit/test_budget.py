@@ -64,11 +64,17 @@ def test_a_plan_keeps_its_limits(sizes, limit, cache_gib, sweep):
     needed += (plan.cache_rows + plan.sweep_rows) * sizes.record_nbytes
     assert plan.total_nbytes == needed <= limit
     assert sizes.top_k <= plan.cache_rows <= sizes.num_layers * sizes.num_experts
-    assert 1 <= plan.sweep_rows <= min(sweep, sizes.num_experts)
+    wanted_rows = sizes.staging_rows(sweep)
+    assert 1 <= wanted_rows <= max(1, min(sweep, sizes.num_experts))
+    room = limit - plan.total_nbytes
+    if plan.sweep_rows != wanted_rows:  # it gives way first, and only where there is no room for it
+        assert 1 <= plan.sweep_rows < wanted_rows
+        assert room < sizes.record_nbytes
+        if cache_gib is None:
+            assert plan.cache_rows + plan.sweep_rows < wanted_rows + sizes.top_k
     if cache_gib is not None:
         assert plan.cache_nbytes <= max(cache_gib * GIB, sizes.top_k * sizes.record_nbytes)
     else:
-        room = limit - plan.total_nbytes
         is_full = plan.cache_rows == sizes.num_layers * sizes.num_experts
         assert is_full or room < sizes.record_nbytes, "all that is left goes to the cache"
 

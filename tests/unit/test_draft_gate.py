@@ -119,13 +119,20 @@ def test_what_is_reported():
 )
 def test_choices_are_in_range_and_the_same_for_the_same_clock(depth, passes):
     gates = DepthGate(depth), DepthGate(depth)
+    tried: list[tuple[int, int]] = []
     for duration, cut, accepted in passes:
         choices = [gate.choose() for gate in gates]
         assert choices[0] == choices[1]
         assert 0 <= choices[0] <= depth
         guesses = min(choices[0], cut)
+        tried.append((guesses, min(accepted, guesses)))
         for gate in gates:
-            gate.record(guesses, min(accepted, guesses), duration, duration)
+            gate.record(*tried[-1], duration, duration)
     assert gates[0].report() == gates[1].report()
-    for each in gates[0].report()["depths"]:
-        assert 1 <= each["tokens_per_pass"] <= 1 + each["guesses"]
+    tokens = [each["tokens_per_pass"] for each in gates[0].report()["depths"]]
+    assert tokens == sorted(tokens), "a further guess takes no token away"
+    assert all(1 <= found <= 1 + guesses for guesses, found in enumerate(tokens))
+    if all(right == guesses for guesses, right in tried):
+        assert tokens == list(range(1, depth + 2))
+    elif not any(right for _, right in tried):
+        assert tokens == [1] * (depth + 1)

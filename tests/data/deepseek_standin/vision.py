@@ -1,4 +1,4 @@
-"""The vision tower: the stand-in has none."""
+"""The vision tower: the stand-in has none. A text engine that builds it, as the release's own main would, ends here."""
 
 
 class VisionTransformer:
