@@ -145,7 +145,8 @@ class SlotExperts(InFront):
         num_ahead = self.early_copies if layer + 1 < self._num_layers else 0
         at_once = 0
         if over_link is not None and self._at_once:
-            at_once = self._copy_ahead(layer + 1, guesses, min(num_ahead, self._at_once))
+            found = self._ahead(layer + 1, guesses, min(num_ahead, self._at_once))
+            at_once = self._copy_early(layer + 1, found)
         self.counters.early_used += len(early_here)
         self.counters.vram_hits += len(here)
         self.counters.copied_nbytes += in_place_nbytes
@@ -162,10 +163,10 @@ class SlotExperts(InFront):
                 self.counters.copied_nbytes += len(others) * self._nbytes
                 yield others
                 over_link = None
-        if num_ahead > at_once:
-            # required before speculative
+        found = self._ahead(layer + 1, guesses, num_ahead - at_once)
+        if found:  # required before speculative
             self.copier.follow(self.copier.launched() if over_link is None else over_link)
-            self._copy_ahead(layer + 1, guesses, num_ahead - at_once)
+            self._copy_early(layer + 1, found)
         if self.kept_slots:
             self._keep([layer * KEY_STRIDE + expert for expert in ids])
 
@@ -261,10 +262,16 @@ class SlotExperts(InFront):
             self.copier.wait(mark)
             yield wave
 
-    def _copy_ahead(self, layer: int, guesses: Iterable[int], count: int) -> int:
-        """Copy the first `count` guesses that are in no slot, as far as they are in RAM; return how many were."""
-        absent = list(islice(self._absent(layer, guesses), count))
-        found = self.source.ahead(layer, absent)
+    def _ahead(self, layer: int, guesses: Iterable[int], count: int) -> Wave:
+        """Return those of the first `count` guesses in no slot that are in RAM."""
+        return (
+            self.source.ahead(layer, list(islice(self._absent(layer, guesses), count)))
+            if count
+            else []
+        )
+
+    def _copy_early(self, layer: int, found: Wave) -> int:
+        """Copy guesses of a layer to slots, as far as there are some; return how many."""
         num_copied = 0
         for expert, record in found:
             key = layer * KEY_STRIDE + expert
