@@ -43,7 +43,13 @@ from runtime.experts.routes import RouteHeader, RouteRecorder
 from runtime.experts.shared import SharedReads, share
 from runtime.experts.slots import SlotExperts, passing_slots
 from runtime.experts.source import ExpertSource
-from runtime.experts.spread import drive_configs, open_reader, spare_rows, spread_of
+from runtime.experts.spread import (
+    drive_configs,
+    has_reader_process,
+    open_reader,
+    spare_rows,
+    spread_of,
+)
 from runtime.experts.spread_reader import Copies
 from runtime.experts.streamer import ExpertStreamer
 from runtime.experts.warm import WarmFile, WarmOwner
@@ -280,10 +286,8 @@ class Engine:
         checksums = None
         if config.cache.verify:
             checksums = Checksums.open(layout, files.checksums, spread)
-        has_process = has_gpu if config.hw.drive.process is None else config.hw.drive.process
-        reader = open_reader(
-            layout, spread, config.hw, checksums, has_process=has_process and not is_resident
-        )
+        has_process = has_reader_process(config.hw.drive, has_gpu) and not is_resident
+        reader = open_reader(layout, spread, config.hw, checksums, has_process)
         experts: ExpertStreamer | SlotExperts | LayerSlots | ResidentExperts
         if is_resident:
             experts = ResidentExperts(layout, reader)

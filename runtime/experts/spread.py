@@ -238,6 +238,11 @@ def spread_of(layout: ExpertLayout, mirror: Path | None, snapshot: Path) -> Copi
     return MirroredShards(layout, DrivesRecord.read(mirror, "mirror"), snapshot)
 
 
+def has_reader_process(config: DriveConfig, has_gpu: bool) -> bool:
+    """Return whether a process of its own reads: with a GPU, whose launches would wait for readers, if nobody says."""
+    return has_gpu if config.process is None else config.process
+
+
 def open_reader(
     layout: ExpertLayout,
     copies: Copies | None,

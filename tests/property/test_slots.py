@@ -119,6 +119,7 @@ class Source:
         self.asked: list[tuple[int, int]] = []
         self.guessed: list[int] = []
         self.given_ahead: set[tuple[int, int]] = set()
+        self.num_used = 0
 
     record_nbytes, max_hold = NBYTES, 4
 
@@ -143,6 +144,7 @@ class Source:
 
     def used(self, layer, ids):
         assert {(layer, e) for e in ids} <= self.given_ahead
+        self.num_used += len(ids)
 
     def ahead(self, layer, ids):
         here = [e for e in ids if self.rng.random() < 0.8]
@@ -235,7 +237,7 @@ def test_every_launch_reads_the_right_bytes(early, kept, seed, in_place, is_pace
                 gpu.finish_compute()
                 paced.end()
     gpu.finish()
-    assert experts.counters.early_used <= experts.counters.early_issued
+    assert source.num_used == experts.counters.early_used <= experts.counters.early_issued
 
 
 class Checking:
@@ -401,6 +403,54 @@ def test_what_is_in_ram_waits_for_no_early_copy():
     mark = gpu.queues["compute"][1][1]
     assert [item for what, item in gpu.queues["copy"] if what == "wait"][-1] == mark
     gpu.finish()
+
+
+class Late(Ready):
+    """The last expert of a route comes from the drive."""
+
+    def waves(self, layer, ids, guesses=()):
+        yield [self._give(layer, e, self.lent) for e in ids[:-1]]
+        self.guessed = list(guesses)
+        yield []
+        yield [self._give(layer, e, self.lent) for e in ids[-1:]]
+
+
+def test_early_copies_follow_what_comes_from_the_drive():
+    """It is read over the link, too, behind what was copied early."""
+    gpu, order = Gpu(passing_slots(2), random.Random(0)), []
+    experts = SlotExperts(Late(random.Random(0)), gpu, LAYERS, ROUTE, early_copies=2)
+    for layer, (route, guesses) in enumerate([([1, 2, 3], [4, 5, 6]), ([4, 1, 2], [7, 8, 9])]):
+        gpu.finish_compute()
+        for wave in experts.waves(layer, route, guesses):
+            order.append([expert for expert, _ in wave])
+            gpu.launch(layer, wave)
+    assert order[2:] == [[1], [4], [2]]
+    last_mark = [item for what, item in gpu.queues["compute"] if what == "mark"][-1]
+    assert [what for what, _ in gpu.queues["compute"]][-2:] == ["run", "mark"]
+    assert [item for what, item in gpu.queues["copy"] if what == "wait"][-1] == last_mark
+    gpu.finish()
+
+
+def test_guesses_that_can_be_gone_through_once_serve_drive_and_copies():
+    """Those of several conversations are made as they are asked for."""
+    gpu, source = Gpu(passing_slots(2), random.Random(0)), Late(random.Random(0))
+    experts = SlotExperts(source, gpu, LAYERS, ROUTE, early_copies=2)
+    for wave in experts.waves(0, [1, 2, 3], iter([4, 5, 6])):
+        gpu.launch(0, wave)
+    assert source.guessed == [4, 5, 6]
+    assert source.given_ahead == {(1, 4), (1, 5)}
+    assert experts.counters.early_issued == 2
+    gpu.finish()
+
+
+def test_nothing_is_waited_for_where_no_guess_is_in_ram():
+    gpu, source = Gpu(passing_slots(2), random.Random(0)), Ready(random.Random(0))
+    source.ahead = lambda layer, ids: []
+    experts = SlotExperts(source, gpu, LAYERS, ROUTE, early_copies=2)
+    for wave in experts.waves(0, [1, 2, 3], [4, 5, 6]):
+        gpu.launch(0, wave)
+    assert [what for what, _ in gpu.queues["compute"]] == ["run"]
+    assert not gpu.queues["copy"]
 
 
 def test_within_a_graph_one_early_copy_goes_beside_what_is_in_ram():

@@ -413,7 +413,10 @@ def test_what_was_used_in_front_is_a_right_guess_and_young(layout, drive):
     list(streamer.fetch(0, [0], guesses=[4]))
     while streamer.cache.is_in_flight(ExpertKey(1, 4)):
         streamer._settle()
+    streamer.used(0, [0])
+    assert streamer.cache.keys() == [ExpertKey(1, 4), ExpertKey(0, 0)]
     streamer.used(1, [4, 6])  # 6 is not here any more
+    assert streamer.cache.keys() == [ExpertKey(0, 0), ExpertKey(1, 4)]
     list(streamer.fetch(1, [5]))
     assert counts(streamer) == (1, 1, 0, 0)
     list(streamer.fetch(0, [1]))

@@ -13,6 +13,7 @@ from runtime.head_shares import HeadReport, Timing
 from runtime.stats import ExpertCounters, Rates, TokenStats, summarize
 from runtime.units import GIB, MIB
 from stages import bench_report
+from stages.bench import _Around
 from stages.bench_report import (
     Bench,
     Drafted,
@@ -162,6 +163,25 @@ def test_a_gpu_has_two_more_numbers(bench):
     )
     assert "memory 10.00 GiB/s, PCIe 50.00 GiB/s" in text
     assert text.endswith("peak memory 3.00 GiB, VRAM 7.00 GiB")
+
+
+def test_a_repeat_has_the_drive_of_before_and_behind_it():
+    class Engine:
+        found = iter([1.0, 3.0])
+
+        def measure_rates(self, seconds):
+            return Rates(drive_gib_s=2.0, memory_gib_s=10.0)
+
+        def measure_drive(self, seconds):
+            return next(self.found)
+
+    around, read = _Around(Engine()), [token(10, 30)]
+    nothing = [replace(read[0], counters=ExpertCounters(), row_read_nbytes=0)]
+    assert around.behind(read) == Rates(drive_gib_s=1.5, memory_gib_s=10.0)
+    assert around.behind(nothing).drive_gib_s == 1.0, "nothing was read: nothing is measured"
+    assert around.behind(read).drive_gib_s == 2.0
+    assert around.drive_gib_s == [2.0, 1.0, 3.0]
+    assert around.overall == Rates(drive_gib_s=2.0, memory_gib_s=10.0)
 
 
 def test_a_drive_that_changed():

@@ -23,6 +23,7 @@ from runtime.experts.arena import shared_arena
 from runtime.experts.child_reader import ROOT, ChildReader
 from runtime.experts.layout import ExpertKey, Span
 from runtime.experts.reader import ReadError
+from runtime.experts.spread import has_reader_process
 from runtime.units import PAGE_NBYTES
 from tests.faulty_drives import PATIENCE_S, ChildDrive
 
@@ -329,3 +330,11 @@ def test_records_take_the_bytes_that_both_sides_expect():
         "0100000000000000" "0200000000000000" "0300000000000000" "0400000000000000" "0500000000000000"
         "0600000000000000" "0700000000000000" "6469676573743038"
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wanted", "has_gpu", "found"),
+    [(None, True, True), (None, False, False), (True, False, True), (False, True, False)],
+)
+def test_a_process_reads_with_a_gpu_unless_told_otherwise(wanted, has_gpu, found):
+    assert has_reader_process(DriveConfig(process=wanted), has_gpu) is found
