@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from conf.schema import RunConfig
 from runtime.living_kv.errors import checksum
+from runtime.living_kv.layout import TEXT
 from runtime.living_kv.rewrite import ERASED_TOKEN
 from runtime.living_kv.sentences import readable
-from runtime.living_kv.store import TEXT, Store
+from runtime.living_kv.store import Store
 from stages.core import Stage, StageContext
 from stages.memory_parts import opened_store
 

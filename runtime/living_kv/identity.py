@@ -13,8 +13,8 @@ from blake3 import blake3
 from conf.schema import MemoryConfig
 from runtime.living_kv.errors import StoreRefusedError
 from runtime.living_kv.index import layer_numbers, projection, projection_digest
+from runtime.living_kv.layout import Header, new_store_id
 from runtime.living_kv.sentences import SPLITTER_VERSION
-from runtime.living_kv.store import Header, new_store_id
 from runtime.models.dense import DenseModel
 
 REREAD = "read the stored text in anew with stages=[memory_migrate]"

@@ -32,6 +32,7 @@ from runtime.living_kv.hot import HotState, scratch_budget
 from runtime.living_kv.identity import REREAD
 from runtime.living_kv.index import VectorIndex, projection, projection_digest
 from runtime.living_kv.intake import BlockEncoder, Committer
+from runtime.living_kv.layout import TEXT, Header
 from runtime.living_kv.lexical import LexicalIndex
 from runtime.living_kv.means import SentenceMeans
 from runtime.living_kv.positions import Mode, choose_mode
@@ -51,7 +52,7 @@ from runtime.living_kv.sentences import (
     split_text,
     to_token_spans,
 )
-from runtime.living_kv.store import TEXT, Header, Store, Update
+from runtime.living_kv.store import Store, Update
 from runtime.models.dense import DenseModel
 from runtime.sampling import Sampler, SamplingParams
 from runtime.text import ChatOptions, StopFilter, StreamDecoder, TemplateCodec, TextCodec

@@ -12,11 +12,8 @@ import numpy as np
 
 from runtime.errors import UserError
 from runtime.living_kv import files
-from runtime.living_kv.store import (
-    Session,
-    Store,
-    Update,
-)
+from runtime.living_kv.layout import Session
+from runtime.living_kv.store import Store, Update
 
 Array = np.ndarray[Any, Any]
 ERASED_TOKEN = -1

@@ -14,9 +14,10 @@ from runtime.living_kv.answer import Answer
 from runtime.living_kv.commit import LOG_NAME
 from runtime.living_kv.errors import MemoryUsageError, StoreNotFoundError, arch
 from runtime.living_kv.identity import check_identity, new_header
+from runtime.living_kv.layout import HEADER_NAME
 from runtime.living_kv.memory import Memory
 from runtime.living_kv.quote import check_scope
-from runtime.living_kv.store import HEADER_NAME, Store
+from runtime.living_kv.store import Store
 from runtime.models.dense import DenseModel
 from runtime.sampling import SamplingParams
 

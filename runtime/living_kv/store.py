@@ -16,12 +16,11 @@ import mmap
 import os
 import shutil
 import socket
-import struct
 import sys
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -31,78 +30,32 @@ from blake3 import blake3
 from runtime.errors import UserError
 from runtime.living_kv import files
 from runtime.living_kv.commit import LOG_NAME, Commit, Range, Whole, scan
-from runtime.living_kv.errors import (
-    DiskFullError,
-    StoreLockedError,
-    StoreNotFoundError,
-    StoreRefusedError,
-    checksum,
+from runtime.living_kv.errors import DiskFullError, StoreLockedError, checksum
+from runtime.living_kv.layout import (
+    BLOCK,
+    BLOCK_HEADER,
+    BLOCK_MAGIC,
+    HEADER_NAME,
+    SENTENCE,
+    SESSIONS,
+    SPANS,
+    TABLE,
+    TEXT,
+    TOKENS,
+    TOMBSTONES,
+    VECTORS,
+    Header,
+    Session,
+    header_bytes,
+    kv_name,
+    parse_sessions,
+    read_header,
 )
 from runtime.units import PAGE_NBYTES, align_up, format_nbytes
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
-HEADER_NAME = "HEADER.json"
 KV_FILE_NBYTES = 4 * 2**30  # a block file is closed before it grows beyond this
-BLOCK_MAGIC = b"LKVB"
-BLOCK_HEADER = struct.Struct(
-    "<4sHHHHQHH40x"
-)  # magic, version, layers, heads, dim, first position, tokens, flags
-TEXT, SPANS, TOKENS, VECTORS = "txt/000001.txt", "txt/spans.bin", "tok/tokens.bin", "idx/000001.vec"
-TABLE, SESSIONS, TOMBSTONES = "kv/blocks.tbl", "sessions.jsonl", "txt/tombstones.bin"
-
-SENTENCE = np.dtype(
-    [("lo", "<u8"), ("hi", "<u8"), ("text_off", "<u8"), ("text_len", "<u4"), ("session", "<u4"), ("flags", "<u2"),
-     ("weight", "<f2"), ("reserved", "<u4")]
-)  # fmt: skip
-BLOCK = np.dtype(
-    [("first", "<u8"), ("offset", "<u8"), ("file", "<u4"), ("nbytes", "<u4"), ("tokens", "<u4"), ("flags", "<u4"),
-     ("digest", "u1", 32)]
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a store was made with. Written once."""
-
-    store_id: str  # 32 hex digits
-    kind: str  # kv: keys, values, vectors, text; text: text alone
-    created: str
-    codec: str = ""
-    block: int = 64  # tokens
-    layers: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    dtype: str = "float32"  # of the exact tail and the hot snapshot
-    vector_values: int = 0  # numbers of one sentence's index vectors
-    index_layers: tuple[int, ...] = ()
-    projection_seed: int = 0
-    projection_digest: str = ""
-    model: Mapping[str, Any] = field(default_factory=dict)  # identity: what changes keys and values
-    tokenizer: str = ""  # digest of tokenizer.json
-    rope_theta: float = 0.0
-    splitter: int = 1
-    format_version: int = FORMAT_VERSION
-    endianness: str = "little"
-
-    @property
-    def exact_nbytes(self) -> int:
-        """Bytes of one token's exact keys and values."""
-        size = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
-        return 2 * self.layers * self.kv_heads * self.head_dim * size
-
-
-class Session(NamedTuple):
-    """A stretch of the timeline with a name."""
-
-    id: int
-    name: str
-    tag: str
-    started: float  # seconds since 1970
-    source: str
-    digest: str  # of the source's bytes
-    is_finished: bool
 
 
 @dataclass(slots=True)
@@ -167,9 +120,7 @@ class Store:
         try:
             for name in ("kv", "idx", "txt", "tok", "hot", "lex"):
                 (root / name).mkdir(parents=True, exist_ok=True)
-            raw = json.dumps(asdict(header), sort_keys=True, indent=1)
-            body = {"header": json.loads(raw), "blake3": blake3(raw.encode()).hexdigest()}
-            files.replace(root / HEADER_NAME, (json.dumps(body, indent=1) + "\n").encode())
+            files.replace(root / HEADER_NAME, header_bytes(header))
         except OSError as error:
             raise _disk_error(error, root, 0) from error
         return cls.open(root, is_writer=True)
@@ -180,7 +131,7 @@ class Store:
 
         A writer takes the lock and cuts off what lies behind that commit. Raises StoreRefusedError, StoreLockedError.
         """
-        header = _read_header(root)
+        header = read_header(root)
         lock = _take_lock(root) if is_writer else None
         try:
             found = scan(_read(root / LOG_NAME))
@@ -213,7 +164,7 @@ class Store:
         c = self.commit
         self.sentences = self._table(SPANS, SENTENCE, c.sentences)
         self.blocks = self._table(TABLE, BLOCK, c.blocks)
-        self.sessions = _parse_sessions(self._bytes(SESSIONS))
+        self.sessions = parse_sessions(self._bytes(SESSIONS))
         self.tombstones = frozenset(np.frombuffer(self._bytes(TOMBSTONES), "<u8").tolist())
         # each commit's text follows that of the one before
         self._text_parts = [part for _, part in self._ranges(TEXT)]
@@ -379,7 +330,7 @@ class Store:
         out: dict[str, bytearray] = {}
         table = np.zeros(len(blocks), BLOCK)
         number = max(1, sum(name.endswith(".kvb") for name in self.commit.lengths))
-        at = self.commit.lengths.get(_kv_name(number), 0)
+        at = self.commit.lengths.get(kv_name(number), 0)
         for i, (first, tokens, payload) in enumerate(blocks):
             head = BLOCK_HEADER.pack(
                 BLOCK_MAGIC, 1, h.layers, h.kv_heads, h.head_dim, first, tokens, 0
@@ -387,7 +338,7 @@ class Store:
             size = align_up(len(head) + len(payload))
             if at + size > KV_FILE_NBYTES and at:
                 number, at = number + 1, 0
-            file = out.setdefault(_kv_name(number), bytearray())
+            file = out.setdefault(kv_name(number), bytearray())
             start = len(file)
             file += head
             file += payload
@@ -413,7 +364,7 @@ class Store:
             return None
         entry = self.blocks[number]
         start, size = int(entry["offset"]), int(entry["nbytes"])
-        name = _kv_name(int(entry["file"]))
+        name = kv_name(int(entry["file"]))
         record = memoryview(self._map(name))[start : start + size]
         if number not in self._good_blocks:
             wanted = (
@@ -527,7 +478,7 @@ class Store:
     def _block_problem(self, number: int) -> Problem:
         entry = self.blocks[number]
         first = int(entry["first"])
-        name = _kv_name(int(entry["file"]))
+        name = kv_name(int(entry["file"]))
         spoilt = self.sentences_between(first, first + int(entry["tokens"]))
         what = f"block {number} is not what was written"
         return Problem(name, int(entry["offset"]), int(entry["nbytes"]), spoilt, what)
@@ -548,15 +499,6 @@ class Store:
         """Return (first, one behind the last) of the sentences with tokens in [lo, hi)."""
         first = int(np.searchsorted(self.sentences["hi"], lo, "right"))
         return first, int(np.searchsorted(self.sentences["lo"], hi, "left"))
-
-
-def new_store_id() -> str:
-    """Return 16 random bytes as hex."""
-    return os.urandom(16).hex()
-
-
-def _kv_name(number: int) -> str:
-    return f"kv/{number:06d}.kvb"
 
 
 def _read(path: Path) -> bytes:
@@ -584,34 +526,6 @@ def _short_file(root: Path, commit: Commit) -> str:
     return ""
 
 
-def _read_header(root: Path) -> Header:
-    path = root / HEADER_NAME
-    if not path.exists():
-        backup = root.with_name(root.name + ".bak")
-        raise StoreNotFoundError(
-            f"there is no store at {root}",
-            f"a rewrite was stopped between two renames: rename {backup} to {root.name}"
-            if (backup / HEADER_NAME).exists()
-            else "check memory.store, or make it with stages=[memory_ingest]",
-        )
-    hint = "restore HEADER.json from a copy: it says how the store is read"
-    try:
-        body = json.loads(path.read_bytes())
-        raw = json.dumps(body["header"], sort_keys=True, indent=1)
-        if blake3(raw.encode()).hexdigest() != body["blake3"]:
-            raise ValueError("its checksum differs")
-        data = body["header"]
-        if data["format_version"] > FORMAT_VERSION:
-            raise StoreRefusedError(
-                f"E-VERSION: the store {root.name} has format {data['format_version']}, this program reads "
-                f"{FORMAT_VERSION}",
-                "use a newer version of this program",
-            )
-        return Header(**{**data, "index_layers": tuple(data["index_layers"])})
-    except (ValueError, KeyError, TypeError) as error:
-        raise checksum(f"{root.name}/{HEADER_NAME} is damaged: {error}", hint) from error
-
-
 def _take_lock(root: Path) -> int:
     fd = os.open(root / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -629,17 +543,6 @@ def _take_lock(root: Path) -> int:
     )
     os.pwrite(fd, line.encode(), 0)
     return fd
-
-
-def _parse_sessions(raw: bytes) -> list[Session]:
-    sessions: list[Session] = []
-    for line in raw.splitlines():
-        data = json.loads(line)
-        if data.get("finished"):
-            sessions[data["id"]] = sessions[data["id"]]._replace(is_finished=True)
-        else:
-            sessions.append(Session(**data, is_finished=False))
-    return sessions
 
 
 def _disk_error(error: OSError, root: Path, need: int) -> UserError:

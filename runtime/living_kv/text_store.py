@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runtime.living_kv.errors import MemoryUsageError
+from runtime.living_kv.layout import HEADER_NAME, TEXT, Header, new_store_id
 from runtime.living_kv.quote import open_lexical
 from runtime.living_kv.sentences import byte_offsets, split_text, to_token_spans
-from runtime.living_kv.store import HEADER_NAME, TEXT, Header, Store, Update, new_store_id
+from runtime.living_kv.store import Store, Update
 
 
 def text_header() -> Header:

@@ -18,9 +18,10 @@ import pytest
 from runtime.errors import UserError
 from runtime.living_kv import files, rewrite
 from runtime.living_kv.errors import DiskFullError, StoreLockedError, StoreRefusedError
+from runtime.living_kv.layout import Header, new_store_id
 from runtime.living_kv.quote import open_lexical, quote
 from runtime.living_kv.rewrite import compact
-from runtime.living_kv.store import Header, Store, Update, new_store_id
+from runtime.living_kv.store import Store, Update
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = Header(
