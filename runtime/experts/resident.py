@@ -10,18 +10,19 @@ from torch import Tensor
 from runtime.experts.arena import HostArena
 from runtime.experts.layout import ExpertKey, ExpertLayout
 from runtime.experts.schedule import ReadJob
-from runtime.experts.source import Reader, Wave, one_by_one
+from runtime.experts.source import InRows, Reader, Wave, one_by_one
 from runtime.stats import ExpertCounters
 
 
-class ResidentExperts:
+class ResidentExperts(InRows):
     """All experts in memory: what every streamed run is compared with."""
 
     def __init__(self, layout: ExpertLayout, reader: Reader) -> None:
         """Read everything; the reader is closed afterwards."""
         self.counters = ExpertCounters()
         self._num_experts = layout.num_experts
-        self._arena = HostArena(layout.num_layers * layout.num_experts, layout.record_nbytes)
+        num_rows = layout.num_layers * layout.num_experts
+        self._arena: HostArena = HostArena(num_rows, layout.record_nbytes)
         done: SimpleQueue[ReadJob] = SimpleQueue()
         keys = [
             ExpertKey(layer, e)
@@ -45,19 +46,6 @@ class ResidentExperts:
         reader.close()
         if errors:
             raise errors[0]
-
-    @property
-    def arena_nbytes(self) -> int:
-        return self._arena.nbytes
-
-    @property
-    def record_nbytes(self) -> int:
-        return self._arena.row_nbytes
-
-    @property
-    def records(self) -> Sequence[Tensor]:
-        """The rows of RAM, whatever is in them: to measure with, before anything is read."""
-        return self._arena.records
 
     @property
     def max_hold(self) -> int:

@@ -137,6 +137,25 @@ class Arena(Protocol):
     def close(self) -> None: ...
 
 
+class InRows:
+    """A source whose records are rows of an arena."""
+
+    _arena: Arena
+
+    @property
+    def arena_nbytes(self) -> int:
+        return self._arena.nbytes
+
+    @property
+    def record_nbytes(self) -> int:
+        return self._arena.row_nbytes
+
+    @property
+    def records(self) -> Sequence[Tensor]:
+        """The rows of RAM, whatever is in them: to measure with, before anything is read."""
+        return self._arena.records
+
+
 class Arrivals(Protocol):
     """Finished reads on their way to the decoding thread: a `SimpleQueue`, a `ChildReader`, the simulator's clock."""
 

@@ -26,7 +26,7 @@ from runtime.experts.child_reader import ChildReader
 from runtime.experts.layout import ExpertKey, ExpertLayout
 from runtime.experts.routes import RouteListener
 from runtime.experts.schedule import Orphans, ReadJob
-from runtime.experts.source import Arena, Arrivals, Reader, Wave, as_list, one_by_one
+from runtime.experts.source import Arena, Arrivals, InRows, Reader, Wave, as_list, one_by_one
 from runtime.stats import ExpertCounters
 from runtime.units import format_nbytes
 
@@ -43,7 +43,7 @@ class _Ahead(NamedTuple):
     job: ReadJob | None  # its read; None: it is there already
 
 
-class ExpertStreamer:
+class ExpertStreamer(InRows):
     """Experts from the drive through the RAM cache."""
 
     def __init__(
@@ -107,19 +107,6 @@ class ExpertStreamer:
             ReadJob, int
         ] = {}  # reads by the sweep in progress, and their staging rows
         self.listener: RouteListener | None = None
-
-    @property
-    def arena_nbytes(self) -> int:
-        return self._arena.nbytes
-
-    @property
-    def record_nbytes(self) -> int:
-        return self._arena.row_nbytes
-
-    @property
-    def records(self) -> Sequence[Tensor]:
-        """The rows of RAM, whatever is in them: to measure with, before anything is read."""
-        return self._arena.records
 
     @property
     def max_hold(self) -> int:
