@@ -1,9 +1,10 @@
-"""The real HTTP server over an engine that emits a script: delays, failures and any answer, without a model."""
+"""The real HTTP server over an engine that emits a script, without a model, and what reads its streams in tests."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import socket
 import threading
 import time
 from pathlib import Path
@@ -264,3 +265,39 @@ def wait_for(condition: Any, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.005)
+
+
+def texts(chunks: Any) -> tuple[str, str]:
+    """Return (reasoning, content) of a stream."""
+    reasoning = content = ""
+    for chunk in chunks:
+        for choice in chunk.choices:
+            reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+            content += choice.delta.content or ""
+    return reasoning, content
+
+
+def frames(raw: bytes) -> list[Any]:
+    """Return the parsed data events of a stream; the last may be "[DONE]"."""
+    data = [part[6:] for part in raw.decode().split("\n\n") if part.startswith("data: ")]
+    return [part if part == "[DONE]" else json.loads(part) for part in data]
+
+
+def stream_bytes(server: StubServer, **fields: Any) -> bytes:
+    """Return a streamed answer as it came over the wire; its headers are a stream's."""
+    body = {"messages": HELLO, "stream": True, **fields}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=30) as r:
+        assert r.status_code == 200
+        assert r.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert r.headers["cache-control"] == "no-cache"
+        assert r.headers["x-accel-buffering"] == "no"
+        return b"".join(r.iter_raw())
+
+
+def open_request(server: StubServer, is_stream: bool, text: str) -> socket.socket:
+    """Return the socket of a request whose answer nobody reads."""
+    body = json.dumps({"messages": [{"role": "user", "content": text}], "stream": is_stream})
+    sock = socket.create_connection(("127.0.0.1", server.port))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    sock.sendall(head.encode() + body.encode())
+    return sock
