@@ -21,9 +21,9 @@ THREADS = 8
 
 def main() -> None:
     nbytes = int(sys.argv[1])
-    swap = next(line for line in Path("/proc/swaps").read_text().splitlines()[1:2] or [""])
-    if swap:
-        sys.exit(f"error: this machine has swap ({swap.split()[0]}): nothing would be held")
+    _, *swaps = Path("/proc/swaps").read_text().splitlines()
+    if swaps:
+        sys.exit(f"error: this machine has swap ({swaps[0].split()[0]}): nothing would be held")
     Path("/proc/self/oom_score_adj").write_text("1000")
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
