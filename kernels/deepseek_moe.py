@@ -1,6 +1,6 @@
 """The route of one DeepSeek token and the sum of its experts, in Triton.
 
-Definitions: `reference_deepseek.route`; the sum is that of `runtime/models/deepseek.Moe`.
+Definitions: `reference_deepseek.route`; the sum is that of `runtime/models/deepseek_moe.Moe`.
 """
 
 from __future__ import annotations

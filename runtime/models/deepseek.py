@@ -36,14 +36,9 @@ from runtime.models.cpu_experts import Mxfp4Compute, compiled_kernels
 from runtime.models.deepseek_backends import resolve_arithmetic
 from runtime.models.deepseek_codec import open_codec as open_codec  # the family's
 from runtime.models.deepseek_engram import EngramHash, build_token_map, read_engram_tables
-from runtime.models.deepseek_model import (
-    CHUNK_TOKENS,
-    HEAD_ROWS,
-    SCORES_AT_ONCE,
-    DeepseekModel,
-    Matrices,
-    expert_matrices,
-)
+from runtime.models.deepseek_matrices import Matrices, expert_matrices
+from runtime.models.deepseek_model import HEAD_ROWS, SCORES_AT_ONCE, DeepseekModel
+from runtime.models.deepseek_moe import CHUNK_TOKENS
 from runtime.models.deepseek_rows import EngramReader
 from runtime.models.deepseek_weights import DeepseekSpec, resident_shapes
 from runtime.models.deepseek_weights import expert_layout as find_experts

@@ -16,7 +16,8 @@ from kernels import reference_deepseek as ops
 from kernels.deepseek_prompt import Fp4Weight
 from runtime.experts.layout import ExpertKey
 from runtime.models.damage import damaged_experts, replaced
-from runtime.models.deepseek_model import DeepseekModel, HyperConnection, Matrices
+from runtime.models.deepseek_matrices import Matrices
+from runtime.models.deepseek_model import DeepseekModel, HyperConnection
 
 
 def _swapped(matrix: ops.Packed | Tensor) -> ops.Packed | Tensor:

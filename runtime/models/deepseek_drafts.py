@@ -27,14 +27,9 @@ from runtime.experts.shard_layout import ShardLayout
 from runtime.experts.source import ExpertSource
 from runtime.experts.streamer import ExpertStreamer
 from runtime.models.deepseek_attempt import DeepseekAttempt
-from runtime.models.deepseek_model import (
-    Attention,
-    Block,
-    Choice,
-    DeepseekModel,
-    OpenExpert,
-    fp8_matrix,
-)
+from runtime.models.deepseek_matrices import fp8_matrix
+from runtime.models.deepseek_model import Attention, Block, Choice, DeepseekModel
+from runtime.models.deepseek_moe import OpenExpert
 from runtime.models.deepseek_state import DeepseekState
 from runtime.models.deepseek_weights import DeepseekSpec, draft_expert_layout, draft_shapes
 from runtime.units import GIB

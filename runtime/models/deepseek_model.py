@@ -12,20 +12,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference_deepseek as ops
-from kernels.formats import fp8_blocks_dequantize, mxfp4_dequantize
 from runtime.experts.arena import HostArena
-from runtime.experts.layout import ExpertKey
-from runtime.experts.source import ExpertSource, fetch_union
+from runtime.experts.source import ExpertSource
 from runtime.models.buffers import appended
 from runtime.models.deepseek_attempt import DeepseekAttempt
-from runtime.models.deepseek_codec import open_codec as open_codec  # the family's
+from runtime.models.deepseek_matrices import fp8_matrix
+from runtime.models.deepseek_moe import CHUNK_TOKENS, Moe, OpenExpert
 from runtime.models.deepseek_rows import EngramReader
 from runtime.models.deepseek_state import DeepseekState
 from runtime.models.deepseek_weights import DeepseekSpec
@@ -33,29 +32,12 @@ from runtime.models.head_split import HeadSplit
 from runtime.models.lanes import Lanes
 
 if TYPE_CHECKING:
-    from runtime.experts.slots import BatchedSource
     from runtime.models.deepseek_decode import Decoder
 
-Matrices = tuple[ops.Packed | Tensor, ops.Packed | Tensor, ops.Packed | Tensor]
-# record of an expert -> its matrices gate, up, down: dequantised on a CPU, as they are on a GPU
-OpenExpert = Callable[[ExpertKey, Tensor], Matrices]
 # (Engram layer, its row ids, token-major) -> rows, bf16 [T, rows per token * row width]
 EngramRows = Callable[[int, Sequence[int]], Tensor]
 # (tokens, up to three before) -> row ids for each Engram layer
 RowIds = Callable[[Sequence[int], Sequence[int]], Sequence[Sequence[int]]]
-
-
-CHUNK_TOKENS = 128  # of a prompt, through everything but the experts at once, on a GPU
-
-
-def fp8_matrix(weights: Mapping[str, Tensor], name: str) -> Any:
-    """Return a weight [N, K] kept as FP8 blocks: dequantised to fp32 on a CPU, as it is on a GPU."""
-    values, scale = weights[f"{name}.weight"], weights[f"{name}.scale"]
-    if values.is_cuda:
-        from kernels.deepseek_prompt import Fp8Weight
-
-        return Fp8Weight(values, scale)
-    return fp8_blocks_dequantize(values, scale)
 
 
 class HyperConnection:
@@ -285,130 +267,6 @@ def _together(slots: Tensor) -> Tensor:
     longest = int((slots >= 0).sum(1).max())
     slots = slots.gather(1, order)[:, :longest]
     return F.pad(slots, (0, -longest % ops.SLOTS_BLOCK), value=-1)
-
-
-class Moe:
-    """Router, routed experts and shared expert of one layer."""
-
-    def __init__(self, weights: Mapping[str, Tensor], layer: int, spec: DeepseekSpec) -> None:
-        name = f"layers.{layer}.ffn"
-        self.spec, self.layer = spec, layer
-        self.router, self.bias = weights[f"{name}.gate.weight"], weights[f"{name}.gate.bias"]
-        if not self.router.is_cuda:
-            self.router = self.router.float()
-        self.shared = tuple(
-            fp8_matrix(weights, f"{name}.shared_experts.{w}") for w in ("w1", "w3", "w2")
-        )
-        self.next_router: Tensor | None = None
-        self.next_bias, self.num_guesses = self.bias, 0
-
-    def expect(self, after: Moe, norm: Tensor, next_norm: Tensor, num_guesses: int) -> None:
-        """Guess the next layer's experts from this layer's input, rescaled by the ratio of the two norms' weights."""
-        ratio = next_norm.float() / norm.float()
-        self.next_router, self.next_bias = after.router * ratio, after.bias
-        self.num_guesses = num_guesses
-
-    def guess(self, u: Tensor) -> list[int]:
-        """u: [1, d].  Returns likely experts of the next layer, best first; none behind the last."""
-        if self.next_router is None:
-            return []
-        scores = F.softplus(F.linear(u.float(), self.next_router)).sqrt() + self.next_bias
-        guesses: list[int] = ops.best_places(scores, self.num_guesses)[0].tolist()
-        return guesses
-
-    def __call__(self, u: Tensor, experts: ExpertSource, open_expert: OpenExpert) -> Tensor:
-        """u: [T, d].  Returns [T, d]."""
-        if u.is_cuda:
-            return self._on_gpu(u, cast("BatchedSource", experts), open_expert)
-        if len(u) == 1:
-            return self.rows([u], experts, open_expert)[0]
-        ids, weights = self.route(u)
-        out = torch.zeros(u.shape, dtype=torch.float32)
-        for expert, y, tokens in self._outputs(u, ids, weights, experts, open_expert):
-            del expert
-            out[tokens] += y.float()
-        return self._with_shared(u, out)
-
-    def rows(
-        self, us: Sequence[Tensor], experts: ExpertSource, open_expert: OpenExpert
-    ) -> list[Tensor]:
-        """As `__call__` for each of several tokens [1, d] alone, to the bit; each expert is fetched once for all."""
-        chosen = [self.route(u) for u in us]
-        routes: list[list[int]] = [ids[0].tolist() for ids, _ in chosen]
-        shares = [
-            dict(zip(route, weights[0].split(1), strict=True))
-            for route, (_, weights) in zip(routes, chosen, strict=True)
-        ]
-        by_rank = zip(*(self.guess(u) for u in us), strict=True)
-        guesses = list(dict.fromkeys(expert for same_rank in by_rank for expert in same_rank))
-        limit = self.spec.swiglu_limit
-        found: list[dict[int, Tensor]] = [{} for _ in us]
-        for expert, record in fetch_union(experts, self.layer, routes, guesses):
-            matrices = open_expert(ExpertKey(self.layer, expert), record)
-            for u, share, ys in zip(us, shares, found, strict=True):
-                if expert in share:
-                    ys[expert] = ops.swiglu_expert(u, *matrices, limit, share[expert].unsqueeze(1))
-        outs = []
-        for u, ys in zip(us, found, strict=True):
-            out = torch.zeros(u.shape, dtype=torch.float32)
-            for expert in sorted(ys):  # whatever arrives first
-                out += ys[expert].float()
-            outs.append(self._with_shared(u, out))
-        return outs
-
-    def _with_shared(self, u: Tensor, out: Tensor) -> Tensor:
-        """Add the shared expert to the sums of the routed ones, out [T, d] fp32.  Returns [T, d] bf16."""
-        gate, up, down = self.shared
-        out += ops.swiglu_expert(u, gate, up, down, self.spec.swiglu_limit).float()
-        return out.to(torch.bfloat16)
-
-    def _on_gpu(self, u: Tensor, experts: BatchedSource, open_expert: OpenExpert) -> Tensor:
-        """Run the experts of a prompt in batches, each on the tokens that chose it."""
-        from kernels.deepseek_prompt import rounded, swiglu_expert
-
-        ids, weights = self.route(u)
-        x, limit = rounded(u), self.spec.swiglu_limit
-        # for each expert, by ascending id, its tokens: one trip to the host
-        order = ids.flatten().argsort(stable=True)
-        tokens, weights = order // ids.shape[1], weights.flatten()[order]
-        touched, counts = (part.tolist() for part in ids.unique(return_counts=True))
-        pairs = zip(tokens.split(counts), weights.split(counts), strict=True)
-        out = torch.zeros(u.shape, dtype=torch.float32, device=u.device)
-        for wave in experts.batches(self.layer, touched):
-            for expert, record in wave:
-                at, share = next(pairs)
-                matrices = cast(
-                    "tuple[ops.Packed, ...]", open_expert(ExpertKey(self.layer, expert), record)
-                )
-                gate, up, down = matrices
-                y = swiglu_expert(x[at], gate, up, down, limit, share)
-                out.index_add_(0, at, y.float())
-        gate, up, down = self.shared
-        for part, total in zip(x.split(CHUNK_TOKENS), out.split(CHUNK_TOKENS), strict=True):
-            total += swiglu_expert(part, gate, up, down, limit).float()
-        return out.to(torch.bfloat16)
-
-    def route(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the chosen experts [T, k], best first, and their weights [T, k] fp32."""
-        logits = ops.steady_linear(u, self.router)
-        return ops.route(logits, self.bias, self.spec.top_k, self.spec.route_scale)
-
-    def _outputs(
-        self,
-        u: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        experts: ExpertSource,
-        open_expert: OpenExpert,
-    ) -> list[tuple[int, Tensor, Tensor]]:
-        """Return a prompt's (expert, outputs [n, d], their tokens [n]) by ascending expert, whatever arrives first."""
-        found: dict[int, tuple[Tensor, Tensor]] = {}
-        for expert, record in experts.sweep(self.layer, sorted(set(ids.flatten().tolist()))):
-            tokens, place = (ids == expert).nonzero(as_tuple=True)
-            matrices = open_expert(ExpertKey(self.layer, expert), record)
-            limit, weight = self.spec.swiglu_limit, weights[tokens, place].unsqueeze(1)
-            found[expert] = (ops.swiglu_expert(u[tokens], *matrices, limit, weight), tokens)
-        return [(expert, *found[expert]) for expert in sorted(found)]
 
 
 class Block:
@@ -653,12 +511,3 @@ class DeepseekModel:
 
 
 HEAD_ROWS = 8192  # of the head in VRAM at once, when a prompt's logits are computed
-
-
-def expert_matrices(codes: Sequence[Tensor], scales: Sequence[Tensor]) -> Matrices:
-    """Return an expert's gate, up and down, dequantised to fp32.
-
-    codes: w1, w2, w3 as the file has them, [N, K/2] uint8.  scales: the same, [N, K/32].
-    """
-    gate, down, up = (mxfp4_dequantize(c, s) for c, s in zip(codes, scales, strict=True))
-    return gate, up, down

@@ -33,13 +33,8 @@ from runtime.models.cpu_experts import Nvfp4Compute, compiled_kernels
 from runtime.models.lanes import open_lanes
 from runtime.models.qwen_codec import QwenCodec
 from runtime.models.qwen_decode import Decoder
-from runtime.models.qwen_model import (
-    ATTENTION_NBYTES,
-    CHUNK_TOKENS,
-    EMBEDDING,
-    MAX_PAIRS,
-    QwenModel,
-)
+from runtime.models.qwen_model import ATTENTION_NBYTES, CHUNK_TOKENS, EMBEDDING, QwenModel
+from runtime.models.qwen_moe import MAX_PAIRS
 from runtime.models.qwen_token import TokenDecoder
 from runtime.models.qwen_weights import (
     RESIDENTS_NAME,

@@ -28,7 +28,8 @@ from runtime.experts.reader import DirectReader
 from runtime.experts.source import ExpertSource
 from runtime.experts.streamer import ExpertStreamer
 from runtime.experts.tensor_runs import Part, lay_out
-from runtime.models.qwen_model import CHUNK_TOKENS, Attention, BlockMixer, Mixer, Moe, QwenModel
+from runtime.models.qwen_model import CHUNK_TOKENS, Attention, BlockMixer, Mixer, QwenModel
+from runtime.models.qwen_moe import Moe
 from runtime.models.qwen_state import AttentionState
 from runtime.models.qwen_weights import PROJECTIONS, QwenSpec
 from runtime.units import GIB

@@ -22,7 +22,7 @@ import torch
 
 from kernels.formats import MX_GROUP, NVFP4_GROUP
 from runtime.models.cpu_experts import Mxfp4Compute, Nvfp4Compute, compiled_kernels
-from runtime.models.deepseek_model import expert_matrices
+from runtime.models.deepseek_matrices import expert_matrices
 from runtime.units import GIB
 
 SHAPES = {"qwen": (2560, 640, 10, NVFP4_GROUP), "deepseek": (5120, 2304, 6, MX_GROUP)}

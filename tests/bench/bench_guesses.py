@@ -23,7 +23,7 @@ from torch import Tensor
 
 from conf.schema import RunConfig, load
 from runtime.engine import Engine
-from runtime.models.qwen_model import Moe
+from runtime.models.qwen_moe import Moe
 from runtime.session import Session
 from stages.core import Runner
 from stages.opening import engine_files

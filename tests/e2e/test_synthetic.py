@@ -24,7 +24,7 @@ from runtime.engine import Engine
 from runtime.errors import UserError
 from runtime.models import qwen_weights as weights
 from runtime.models.qwen import read_spec
-from runtime.models.qwen_model import Moe
+from runtime.models.qwen_moe import Moe
 from runtime.units import GIB
 from stages import synthetic_qwen as synthetic
 from stages.core import Runner, StageContext

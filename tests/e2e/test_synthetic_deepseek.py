@@ -23,7 +23,7 @@ from runtime.engine import Engine
 from runtime.errors import UserError
 from runtime.models.deepseek import read_spec
 from runtime.models.deepseek_engram import EngramHash, build_token_map, dequantize_rows
-from runtime.models.deepseek_model import Moe
+from runtime.models.deepseek_moe import Moe
 from runtime.models.deepseek_weights import DeepseekSpec, account, expert_layout, resident_shapes
 from runtime.units import GIB
 from stages import synthetic_deepseek as synthetic

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from runtime.experts.layout import ExpertKey
-from runtime.models import deepseek_model
+from runtime.models import deepseek_matrices
 from runtime.models.deepseek_engram import EngramHash, build_token_map, dequantize_rows
 from runtime.models.deepseek_model import Choice, DeepseekModel
 from runtime.models.deepseek_weights import DeepseekSpec, expert_prefix
@@ -95,7 +95,7 @@ def open_record(spec, key, record):
     sizes = [(n, k // 2) for n, k in shapes] + [(n, k // 32) for n, k in shapes]
     pieces = record.split([n * k for n, k in sizes])
     tensors = [piece.view(size) for piece, size in zip(pieces, sizes, strict=True)]
-    return deepseek_model.expert_matrices(tensors[:3], tensors[3:])
+    return deepseek_matrices.expert_matrices(tensors[:3], tensors[3:])
 
 
 def make_model(folder=GOLDEN / "checkpoint", seed=None, spec=None):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels import reference_deepseek as ops
 from runtime.models import deepseek_model as native
+from runtime.models.deepseek_moe import Moe
 from runtime.models.deepseek_reference import ReferenceModel
 
 STEP = 2.0**-8  # no row is further aside than with all its numbers a bf16 step aside
@@ -245,11 +246,11 @@ def native_taught(tape: Tape) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, inputs in NATIVE_OPS.items():
             patch.setattr(ops, name, tape.whole(getattr(ops, name), name, inputs))
-        model, moe = native.DeepseekModel, native.Moe
+        model = native.DeepseekModel
         patch.setattr(native.Engram, "__call__", tape.whole(native.Engram.__call__, "Engram", {}))
-        patch.setattr(moe, "__call__", tape.whole(moe.__call__, "Moe", {}))
+        patch.setattr(Moe, "__call__", tape.whole(Moe.__call__, "Moe", {}))
         kinds = "route ids", "route weights"
-        patch.setattr(moe, "route", tape.whole(moe.route, kinds, {}, always=True))
+        patch.setattr(Moe, "route", tape.whole(Moe.route, kinds, {}, always=True))
         for name in ("attend", "_recall"):
             method = tape.noted(getattr(model, name), lambda _model, block, *_: block.layer)
             patch.setattr(model, name, method)

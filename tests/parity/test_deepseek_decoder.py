@@ -12,7 +12,7 @@ import torch
 
 from kernels.deepseek_prompt import Fp8Weight
 from runtime.experts.layout import ExpertKey
-from runtime.models import deepseek_model
+from runtime.models import deepseek_model, deepseek_moe
 from runtime.models.deepseek_decode import Decoder
 from runtime.models.deepseek_whole import TokenDecoder
 from runtime.models.head_split import HeadSplit
@@ -68,7 +68,8 @@ def packed_model(monkeypatch, num_guesses=0):
     def stored(weights, name):
         return Fp8Weight(weights[f"{name}.weight"], weights[f"{name}.scale"])
 
-    monkeypatch.setattr(deepseek_model, "fp8_matrix", stored)
+    for module in (deepseek_model, deepseek_moe):
+        monkeypatch.setattr(module, "fp8_matrix", stored)
     model = golden.make_model()
     model.num_guesses = num_guesses
     cut = model.open_expert

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from kernels import formats
 from kernels import reference_deepseek as ops
 from runtime.experts.layout import ExpertKey
-from runtime.models import deepseek_model, deepseek_state
+from runtime.models import deepseek_matrices, deepseek_model, deepseek_moe, deepseek_state
 from tests.parity.deepseek_golden import (
     GOLDEN,
     LAYER_BOUND,
@@ -363,9 +363,9 @@ def bias_in_the_weight(patch):
 
 
 def nibbles_swapped(patch):
-    good = deepseek_model.mxfp4_dequantize
+    good = deepseek_matrices.mxfp4_dequantize
     patch.setattr(
-        deepseek_model,
+        deepseek_matrices,
         "mxfp4_dequantize",
         lambda codes, scales: good(codes >> 4 | codes << 4, scales),
     )
@@ -373,7 +373,7 @@ def nibbles_swapped(patch):
 
 def matrices_swapped(patch, a, b):
     """The bytes of two of w1, w2, w3 taken for each other; they are as many."""
-    good = deepseek_model.expert_matrices
+    good = deepseek_matrices.expert_matrices
 
     def swapped(tensors):
         found = list(tensors)
@@ -381,7 +381,7 @@ def matrices_swapped(patch, a, b):
         return found
 
     patch.setattr(
-        deepseek_model,
+        deepseek_matrices,
         "expert_matrices",
         lambda codes, scales: good(swapped(codes), swapped(scales)),
     )
@@ -590,9 +590,9 @@ def scales_read_as_numbers(patch):
 
 def other_e4m3(patch):
     """The E4M3 of other hardware: bias 8 instead of 7, and no negative zero."""
-    good = deepseek_model.fp8_blocks_dequantize
+    good = deepseek_matrices.fp8_blocks_dequantize
     patch.setattr(
-        deepseek_model,
+        deepseek_matrices,
         "fp8_blocks_dequantize",
         lambda values, scales: good(values.view(torch.uint8).view(torch.float8_e4m3fnuz), scales),
     )
@@ -647,13 +647,13 @@ def coarse_mixes(patch):
 
 
 def added_in_order_of_arrival(patch):
-    good = deepseek_model.Moe._outputs
+    good = deepseek_moe.Moe._outputs
 
     def outputs(self, u, ids, weights, experts, open_expert):
         found = good(self, u, ids, weights, experts, open_expert)
         return sorted(found, key=lambda output: experts.arrived.index(output[0]))
 
-    patch.setattr(deepseek_model.Moe, "_outputs", outputs)
+    patch.setattr(deepseek_moe.Moe, "_outputs", outputs)
 
 
 class Mistake(NamedTuple):
