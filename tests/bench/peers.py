@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from conf.schema import DriveConfig
-from runtime.hardware import available_ram_nbytes, measure_drive_gib_s
+from runtime.hardware import measure_drive_gib_s
 from runtime.models.qwen3_moe_weights import expert_layout
 from runtime.units import align_up
 from stages.bench_report import format_table
@@ -79,7 +79,7 @@ def main() -> None:
         }
         with filled_ram(args, group) as ballast:
             rows, versions = time_engines(args, snapshot, interpreters, absent, job, group, ballast)
-    print(describe(args, config, group, ballast is not None))
+    print(describe(args, config, group, ballast))
     for name in args.engines:
         words, _ = closeness.get(name, ("not compared", True))
         print(f"{name}: {f'{versions[name]}; {words}' if name in versions else absent[name]}")
@@ -88,7 +88,7 @@ def main() -> None:
 
 def time_engines(
     args: argparse.Namespace, snapshot: Path, interpreters: dict[str, str], absent: dict[str, str],
-    job: dict[str, Any], group: Path | None, ballast: subprocess.Popen[str] | None,
+    job: dict[str, Any], group: Path | None, ballast: Ballast | None,
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:  # fmt: skip
     """Run the engines in turns; return the rows, and each engine's version. `absent` gains those that fail."""
     rows: list[dict[str, Any]] = []
@@ -99,15 +99,15 @@ def time_engines(
         left = [name for name in engines if name not in absent]
         turn = repeat % max(1, len(left))
         for name in left[turn:] + left[:turn]:
+            if ballast is not None:
+                ballast.hold()
             try:
                 found = run_worker(interpreters[name], job | {"engine": name}, group)
+                if ballast is not None and not ballast.is_held:
+                    raise WorkerError("failed: it took more than the cap")
             except WorkerError as error:
                 absent[name] = str(error)
                 continue
-            if ballast is not None and ballast.poll() is not None:
-                raise SystemExit(
-                    f"error: {name} took more than the cap, and what filled the RAM was ended"
-                )
             versions[name] = found["version"]
             print(
                 f"{repeat} {name}: opened in {found['open_s']:.1f} s",
@@ -258,27 +258,45 @@ def memory_group(args: argparse.Namespace) -> Iterator[Path | None]:
             group.rmdir()
 
 
+class Ballast:
+    """A process that holds all RAM but the cap; the kernel ends it first when that is not enough."""
+
+    def __init__(self, cap_nbytes: int) -> None:
+        self._command = [sys.executable, str(HERE / "peers_ballast.py"), str(cap_nbytes)]
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def hold(self) -> None:
+        """Fill the RAM if it is not filled; ends the run where that cannot be done."""
+        if self.is_held:
+            return
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True)
+        assert self._process.stdout is not None
+        words = self._process.stdout.readline().strip()
+        if not words.startswith("held"):
+            raise SystemExit("error: the RAM could not be filled")
+        print(words, file=sys.stderr, flush=True)
+
+    def release(self) -> None:
+        if self._process is not None:
+            self._process.communicate()  # its stdin ends, and so does it
+
+
 @contextlib.contextmanager
-def filled_ram(
-    args: argparse.Namespace, group: Path | None
-) -> Iterator[subprocess.Popen[str] | None]:
+def filled_ram(args: argparse.Namespace, group: Path | None) -> Iterator[Ballast | None]:
     """Where there is a cap and no group for it: leave only the cap to everybody, page cache included."""
     if group is not None or not args.cap_gib or not args.fill_ram:
         yield None
         return
-    available, _ = available_ram_nbytes()
-    nbytes = available - int(args.cap_gib * GIB)
-    command = [sys.executable, str(HERE / "peers_ballast.py"), str(nbytes)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as held:
-        assert held.stdout is not None
-        try:
-            if held.stdout.readline().strip() != "held":
-                raise SystemExit(f"error: {nbytes / GIB:.1f} GiB of RAM could not be filled")
-            yield held
-        finally:
-            held.communicate()  # its stdin ends, and so does it
+    ballast = Ballast(int(args.cap_gib * GIB))
+    try:
+        yield ballast
+    finally:
+        ballast.release()
 
 
 def run_worker(interpreter: str, job: dict[str, Any], group: Path | None) -> dict[str, Any]:
@@ -351,12 +369,12 @@ def drive_gib_s(snapshot: Path) -> float:
 
 
 def describe(
-    args: argparse.Namespace, config: dict[str, Any], group: Path | None, is_filled: bool
+    args: argparse.Namespace, config: dict[str, Any], group: Path | None, ballast: Ballast | None
 ) -> str:
     held = "no cap" if not args.cap_gib else f"cap {args.cap_gib:g} GiB "
     if group is not None:
         held += "by a memory cgroup, page cache included"
-    elif is_filled:
+    elif ballast is not None:
         held += "by filling the rest of RAM, page cache included"
     elif args.cap_gib:
         held += "by the engines' own settings alone"
