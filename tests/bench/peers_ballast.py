@@ -2,9 +2,9 @@
 
     python tests/bench/peers_ballast.py NBYTES_LEFT
 
-Without swap, which is checked, memory that was written to stays. A virtual machine may be given more RAM when it runs
-short: that is filled, too, whenever it comes. When memory runs out the kernel ends this process first. Prints `held` and
-the size when no more has come for a while. Not collected by pytest.
+Without swap, which is checked, memory that was written to stays. A virtual machine may be given more RAM when it is
+short of it: that is filled, too, whenever it comes. When memory runs out the kernel ends this process first. Prints
+`held` and the size when no more has come for a while. Not collected by pytest.
 """
 
 from __future__ import annotations
