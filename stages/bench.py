@@ -33,7 +33,7 @@ from stages.opening import open_engine, setup_stages
 log = logging.getLogger("stages")
 
 DRIVE_SECONDS = 2.0  # that the drive is measured for
-AGAIN_SECONDS = 0.5  # behind each repeat that read from it
+AGAIN_SECONDS = 1.0  # behind each repeat that read from it
 RESULT_NAME, PLOT_NAME = "bench.json", "bench.png"  # in the folder of the run
 
 

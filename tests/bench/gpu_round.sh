@@ -19,8 +19,8 @@ bench() {
     grep -E '^[1-3] |^all|measured in|^prompt:|decoded together|^peak|^VRAM|[Ee]rror|refuses' || true
 }
 
-tests() { # some compute on the CPU beside: with all its threads in each process they would wait for one another
-  export OMP_NUM_THREADS=2
+tests() { # some compute on the CPU beside: threads of several processes that spin would keep the cores from one another
+  export OMP_NUM_THREADS=2 GOMP_SPINCOUNT=1000
   "$PYTHON" -m pytest -q -p no:cacheprovider -n 6 -m 'not slow' tests/gpu --ignore tests/gpu/test_token_graph_gpu.py \
     -k 'not released_width'
   OMP_NUM_THREADS=8 "$PYTHON" -m pytest -q -p no:cacheprovider -n 2 -m gpu tests/gpu -k released_width

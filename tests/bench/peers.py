@@ -4,14 +4,15 @@
         --transformers-python VENV/bin/python --llama-python VENV/bin/python
 
 Makes a checkpoint of random bytes in the shape of Qwen3-30B-A3B (`model=qwen3_moe_synthetic`), writes the same values
-as GGUF, and compares every engine's logits with those of transformers in fp32 before anything is timed. Then each
-engine runs in a process of its own, in turns, `--repeats` times: prompts of given ids, each once cold and once warm,
-and forced tokens behind the first. Bytes are those that the kernel read for the process (/proc/self/io).
+as GGUF, and compares every engine's logits with those of transformers in fp32 before anything is timed, on the GPU
+where there is one (`--only-compare` ends there, `--compared` goes on from there). Then each engine runs in a process
+of its own, in turns, `--repeats` times: prompts of given ids, each once cold and once warm, and forced tokens behind
+the first. Bytes are those that the kernel read for the process (/proc/self/io).
 
 The cap is a memory cgroup below this process's own (v1 or v2), page cache included; it needs the right to make one.
 Where there is none, `--fill-ram` fills the rest of the machine's RAM; without, the table says that nothing but the
-engines' own settings held them. Cold: what an engine keeps of
-the experts is forgotten, the group's page cache reclaimed, the files' dropped (posix_fadvise). Warm: the same again.
+engines' own settings held them. Cold: what an engine keeps of the experts is forgotten, the group's page cache
+reclaimed, the files' dropped (posix_fadvise). Warm: the same again.
 
 Peers are not dependencies: `pip install '.[peers]'`, or environments of their own, named as above. One that is missing
 has a row that says so. Not collected by pytest.
@@ -71,7 +72,15 @@ def main() -> None:
     engines = [name for name in args.engines if name not in absent]
     with memory_group(args) as group:
         job["cgroup"] = None if group is None else str(group)
-        closeness = compare_numbers(engines, interpreters, job) if engines else {}
+        kept = folder / f"{snapshot.name}.closeness.json"
+        if args.compared:
+            known = json.loads(kept.read_text())
+            closeness = {name: known[name] for name in engines}
+        else:
+            closeness = compare_numbers(engines, interpreters, job) if engines else {}
+            kept.write_text(json.dumps(closeness, indent=1) + "\n")
+        if args.only_compare:
+            return
         absent |= {
             name: f"not timed: {words}"
             for name, (words, is_close) in closeness.items()
@@ -151,6 +160,9 @@ def parse() -> argparse.Namespace:
     add("--tokens", type=int, default=16)
     add("--repeats", type=int, default=3)
     add("--engines", type=lambda text: text.split(","), default=list(ENGINES))
+    add("--engine-seconds", type=float, default=1800, help="that one turn of an engine may take")
+    add("--only-compare", action="store_true", help="make the files, compare the logits, and end")
+    add("--compared", action="store_true", help="logits as compared by a run before")
     add("--transformers-python", default=sys.executable)
     add("--llama-python", default=sys.executable)
     add("--record", type=Path, help="CSV for every measured row")
@@ -221,7 +233,7 @@ def make_job(
         "num_layers": config["num_hidden_layers"], "prompts": prompts, "forced": forced,
         "context": max(args.prompts) + args.tokens + 8, "threads": args.threads, "device": args.device,
         "dtype": "bfloat16", "cap_gib": args.cap_gib, "overhead_gib": args.overhead_gib, "vram_gib": args.vram_gib,
-        "ours": args.ours, "check": False,
+        "ours": args.ours, "check": False, "engine_seconds": args.engine_seconds,
     }  # fmt: skip
 
 
@@ -314,10 +326,13 @@ def run_worker(interpreter: str, job: dict[str, Any], group: Path | None) -> dic
         "OMP_NUM_THREADS": str(job["threads"]),
         "TOKENIZERS_PARALLELISM": "0",
     }
-    done = subprocess.run(
-        [interpreter, str(HERE / "peers_worker.py")],
-        input=json.dumps(job), stdout=subprocess.PIPE, text=True, preexec_fn=enter, env=environment,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            [interpreter, str(HERE / "peers_worker.py")], input=json.dumps(job), stdout=subprocess.PIPE, text=True,
+            preexec_fn=enter, env=environment, timeout=job["engine_seconds"],
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise WorkerError(f"failed: not through in {error.timeout:.0f} s") from error
     if done.returncode:
         why = (
             "killed, the cap was too small" if done.returncode == -9 else f"exit {done.returncode}"
@@ -335,19 +350,19 @@ def compare_numbers(
 
     if "transformers" not in engines:
         return dict.fromkeys(engines, ("logits not compared: no transformers", True))
-    check = job | {"check": True, "cap_gib": 0, "cgroup": None, "device": "cpu", "vram_gib": None}
+    check = job | {"check": True, "cap_gib": 0, "cgroup": None, "vram_gib": None}
 
     def logits(name: str, **more: Any) -> torch.Tensor:
         found = run_worker(interpreters[name], check | {"engine": name, **more}, None)
         return torch.tensor(found["logits"], dtype=torch.float64)
 
-    held = {"cap_gib": CHECK_GIB + job["overhead_gib"], "offload": f"{job['offload']}-fp32"}
-    wanted = logits("transformers", dtype="float32", **held)
+    # a GPU holds all weights; without one they need not be in RAM at once
+    held = {} if job["device"] == "cuda" else {"cap_gib": CHECK_GIB + job["overhead_gib"]}
+    wanted = logits("transformers", dtype="float32", **held, offload=f"{job['offload']}-fp32")
     closeness = {}
     for name in engines:
-        # the weights need not be in RAM at once
         try:
-            found = logits(name, **held | {"offload": job["offload"]})
+            found = logits(name, **held)
         except WorkerError as error:
             closeness[name] = (str(error), False)
             continue
