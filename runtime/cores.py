@@ -5,9 +5,11 @@ The choice is pure logic over `Core` records. A machine or container that says l
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
+import socket
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -117,12 +119,13 @@ def _read_cpu_list(path: Path) -> frozenset[int]:
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
-def assign(cores: Sequence[Core]) -> CorePlan | None:
+def assign(cores: Sequence[Core], taken: Collection[PhysicalCore] = ()) -> CorePlan | None:
     """Give decoding the fastest core and reading the others; None (no pinning) with too few physical cores.
 
     The fastest is a performance core of the highest capacity, then frequency; of equal ones the lowest number that
-    does not share a physical core with cpu 0, which takes interrupts.
+    does not share a physical core with cpu 0, which takes interrupts.  taken: left to other engines.
     """
+    cores = [core for core in cores if core.physical_core not in taken]
     if len({core.physical_core for core in cores}) < MIN_PHYSICAL_CORES:
         return None
 
@@ -143,10 +146,15 @@ def assign(cores: Sequence[Core]) -> CorePlan | None:
     )
 
 
-def with_computing(plan: CorePlan) -> CorePlan:
-    """Take three quarters of the readers' CPUs, the last ones, for threads that compute; reading keeps one at least."""
-    readers = max(1, len(plan.reader_cpus) // 4)
+def with_computing(plan: CorePlan, most: int | None = None) -> CorePlan:
+    """Take three quarters of the readers' CPUs, the last ones, for threads that compute; reading keeps one at least.
+
+    most: of these threads.
+    """
     cpus = plan.reader_cpus
+    readers = max(1, len(cpus) // 4)
+    if most is not None:
+        readers = max(readers, len(cpus) - most)
     return replace(plan, reader_cpus=cpus[:readers], computing_cpus=cpus[readers:])
 
 
@@ -166,6 +174,47 @@ def describe(plan: CorePlan | None) -> str:
     if plan.computing_cpus:
         others += f", computing on {len(plan.computing_cpus)} more"
     return f"decoding on core {plan.decode_cpu}{f' ({what})' if what else ''}, {others}"
+
+
+# ---- engines beside one another --------------------------------------------------------------------------------------
+
+
+class Claim:
+    """A physical core that other engines of this machine leave alone, until `close` or the end of the process.
+
+    A socket's name in the kernel: nothing is left behind by a process that was killed. Containers with a network of
+    their own do not see one another's.
+    """
+
+    def __init__(self, core: PhysicalCore) -> None:
+        """Raises OSError with EADDRINUSE when another engine has it."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            self._socket.bind(f"\0nvmoe-decodes-on-{'.'.join(map(str, core))}")
+        except OSError:
+            self._socket.close()
+            raise
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def claim(cores: Sequence[Core]) -> tuple[CorePlan | None, Claim | None]:
+    """Plan around the cores that other engines decode on, and claim the decoding one.
+
+    None for the claim: there is no plan, the system refuses, or so many engines run that one core decodes for several.
+    """
+    taken: set[PhysicalCore] = set()
+    physical_of = {core.cpu: core.physical_core for core in cores}
+    while (plan := assign(cores, taken)) is not None:
+        core = physical_of[plan.decode_cpu]
+        try:
+            return plan, Claim(core)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return plan, None
+            taken.add(core)
+    return assign(cores), None
 
 
 # ---- pinning ---------------------------------------------------------------------------------------------------------

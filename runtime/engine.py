@@ -215,6 +215,7 @@ class Engine:
         self.shared = shared
         self._recorder: RouteRecorder | None = None
         self._warm: WarmFile | None = None
+        self._core_claim: cores.Claim | None = None  # of the decoding thread's core
 
     @classmethod
     def open(cls, config: RunConfig, files: EngineFiles, is_resident: bool = False) -> Self:
@@ -225,11 +226,14 @@ class Engine:
         """
         torch.set_num_threads(hardware.compute_threads(config.hw.compute_threads))
         device = hardware.resolve_device(config.hw.device)
-        core_plan = None
+        core_plan, core_claim = None, None
         if device.type == "cuda" and config.hw.pin_threads:
-            core_plan = cores.assign(cores.read_topology())
+            core_plan, core_claim = cores.claim(cores.read_topology())
             if core_plan is not None and config.hw.cpu_experts != "off":
-                core_plan = cores.with_computing(core_plan)
+                threads = (
+                    config.hw.compute_threads
+                )  # the decoding one among them; 0: nothing is said
+                core_plan = cores.with_computing(core_plan, threads - 1 if threads else None)
             log.info("%s", cores.describe(core_plan))
         if core_plan is None:
             return cls._open(config, files, is_resident, device, None, ())
@@ -239,7 +243,10 @@ class Engine:
             engine = cls._open(config, files, is_resident, device, before, core_plan.computing_cpus)
         except BaseException:
             cores.pin_current_thread(before)
+            if core_claim is not None:
+                core_claim.close()
             raise
+        engine._core_claim = core_claim
         cores.pin_current_thread({core_plan.decode_cpu})
         gc.freeze()  # a collection in the middle of a token need not look at what stays
         return engine
@@ -517,3 +524,5 @@ class Engine:
             torch.cuda.set_per_process_memory_fraction(1.0)
         if self._cpus is not None:
             cores.pin_current_thread(self._cpus)
+        if self._core_claim is not None:
+            self._core_claim.close()

@@ -46,7 +46,7 @@ from stages.synthetic_qwen3_moe import RELEASED
 
 HERE = Path(__file__).parent
 GIB, MIB = 2**30, 2**20
-ENGINES = ("ours", "transformers", "llama.cpp")
+ENGINES = ("ours", "ours fp32", "transformers", "llama.cpp")  # the others compute in BF16
 LEAST_COSINE = 0.98  # of logits: bf16 rounding flips a few experts of random weights, a wrong tensor leaves nothing
 CHECK_GIB = 2.5  # of fp32 weights in RAM while the reference is computed
 
@@ -63,6 +63,7 @@ def main() -> None:
     config = json.loads((snapshot / "config.json").read_text())
     interpreters = {
         "ours": sys.executable,
+        "ours fp32": sys.executable,
         "transformers": args.transformers_python,
         "llama.cpp": args.llama_python,
     }
@@ -116,6 +117,7 @@ def time_engines(
                     raise WorkerError("failed: it took more than the cap")
             except WorkerError as error:
                 absent[name] = str(error)
+                print(f"{repeat} {name}: {error}", file=sys.stderr, flush=True)
                 continue
             versions[name] = found["version"]
             print(
@@ -159,7 +161,7 @@ def parse() -> argparse.Namespace:
     add("--prompts", type=lambda text: [int(n) for n in text.split(",")], default=[32, 512, 2048])
     add("--tokens", type=int, default=16)
     add("--repeats", type=int, default=3)
-    add("--engines", type=lambda text: text.split(","), default=list(ENGINES))
+    add("--engines", type=lambda text: text.split(","), default=list(ENGINES), help=str(ENGINES))
     add("--engine-seconds", type=float, default=1800, help="that one turn of an engine may take")
     add("--only-compare", action="store_true", help="make the files, compare the logits, and end")
     add("--compared", action="store_true", help="logits as compared by a run before")
@@ -200,6 +202,7 @@ def find_absent(
     """Return engine -> why it cannot be measured. Makes the GGUF, which needs llama.cpp's environment."""
     modules = {
         "ours": "torch",
+        "ours fp32": "torch",
         "transformers": "torch, transformers, accelerate",
         "llama.cpp": "llama_cpp, gguf, numpy",
     }
@@ -418,7 +421,7 @@ def report(rows: list[dict[str, Any]], engines: Sequence[str], absent: dict[str,
             mine = [row for row in rows if row["engine"] == name and row["state"] == state]
             decoded = [row for row in mine if "tok_s" in row]
             speed = rates(rows, name, state)
-            times = "" if name == "ours" or not ours else ratio(speed, ours)
+            times = "" if name == "ours" or not ours else ratio(name, speed, ours)
             read = [row["token_nbytes"] / MIB for row in decoded]
             share = [
                 row["tok_s"] * row["token_nbytes"] / GIB / row["drive_gib_s"] for row in decoded
@@ -439,7 +442,7 @@ def first_token(rows: list[dict[str, Any]], engine: str, state: str, prompt: int
         return [r["ttft_s"] for r in rows if (r["engine"], r["state"], r["prompt"]) == key]
 
     mine, ours = seconds(engine), seconds("ours")
-    is_ahead = engine != "ours" and ours and statistics.median(mine) < statistics.median(ours)
+    is_ahead = is_peer(engine) and ours and statistics.median(mine) < statistics.median(ours)
     return spread(mine) + ("*" if is_ahead else "")
 
 
@@ -450,12 +453,16 @@ def rates(rows: list[dict[str, Any]], engine: str, state: str) -> list[float]:
     ]
 
 
-def ratio(theirs: Sequence[float], ours: Sequence[float]) -> str:
-    """Return how much of our speed a peer has, turn by turn, and who is ahead in how many."""
+def is_peer(engine: str) -> bool:
+    return not engine.startswith("ours")
+
+
+def ratio(engine: str, theirs: Sequence[float], ours: Sequence[float]) -> str:
+    """Return how much of our speed an engine has, turn by turn, and who is ahead in how many."""
     each = [a / b for a, b in zip(theirs, ours, strict=True)]
     wins = sum(r > 1 for r in each)
     middle = statistics.median(each)
-    mark = "*" if middle > 1 else ""
+    mark = "*" if middle > 1 and is_peer(engine) else ""
     return f"{middle:.2f}{mark}" + (f" (ahead in {wins} of {len(each)})" if wins else "")
 
 

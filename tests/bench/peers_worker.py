@@ -52,7 +52,8 @@ class Ours:
         ConfigStore.instance().store(name="schema", node=RunConfig)
         words = [
             "model=qwen3_moe_synthetic", f"hw.compute_threads={job['threads']}", f"hw.device={job['device']}",
-            f"model.context_tokens={job['context']}", f"hw.reserve_gib={job['overhead_gib']}", *job["ours"],
+            f"model.context_tokens={job['context']}", f"hw.reserve_gib={job['overhead_gib']}",
+            f"hw.dtype={'float32' if job['engine'] == 'ours fp32' else job['dtype']}", *job["ours"],
         ]  # fmt: skip
         if job["cap_gib"]:
             words.append(f"hw.ram_gib={job['cap_gib']}")
@@ -160,6 +161,7 @@ class LlamaCpp:
 
 ENGINES: dict[str, Callable[[dict[str, Any]], Engine]] = {
     "ours": Ours,
+    "ours fp32": Ours,
     "transformers": Transformers,
     "llama.cpp": LlamaCpp,
 }

@@ -39,7 +39,8 @@ def open_model(make_config, tiny_files, tiny_qwen):
     def open_engine(model: str, **settings) -> Engine:
         while opened:
             opened.pop().close()
-        config = make_config(model, **{"hw.device": "cuda", "cache.ram_gib": 1.0, **settings})
+        usual = {"hw.device": "cuda", "cache.ram_gib": 1.0, "hw.compute_threads": 4}  # tests beside
+        config = make_config(model, **{**usual, **settings})
         opened.append(Engine.open(config, files[model]))
         return opened[-1]
 

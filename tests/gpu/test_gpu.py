@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
 
 from kernels import nvfp4_expert, reference
+from runtime import cores
 from runtime.engine import Engine
 from runtime.experts.arena import HostArena
 from runtime.sampling import SamplingParams
@@ -165,3 +167,17 @@ def test_bf16_engine_chooses_as_fp32_does_nearly_always(open_tiny, heldout_token
         for engine in (open_tiny(), open_tiny(**{"hw.device": "cuda"}))
     )
     assert float((wanted == found).float().mean()) > 0.96
+
+
+def test_an_engine_beside_this_one_keeps_off_its_core(make_config, tiny_files):
+    topology = cores.read_topology()
+    if len({core.physical_core for core in topology}) <= cores.MIN_PHYSICAL_CORES:
+        pytest.skip("too few cores for two engines")
+    engine = Engine.open(make_config(**{"hw.device": "cuda"}), tiny_files)
+    try:
+        (mine,) = os.sched_getaffinity(0)
+        plan, claim = cores.claim(topology)
+        assert mine not in (plan.decode_cpu, *plan.decode_siblings, *plan.reader_cpus)
+        claim.close()
+    finally:
+        engine.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 
 from runtime import cores
 from runtime.cores import Core, CorePlan, assign, describe, parse_cpu_list, read_topology
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Machine:
@@ -210,6 +214,70 @@ def test_lists_of_cpus(text, cpus):
 def test_lists_that_are_none(text):
     with pytest.raises(ValueError):  # noqa: PT011 - int's own message, or ours
         parse_cpu_list(text)
+
+
+# ---- engines beside one another ----------------------------------------------------------------------------------
+
+
+def on_package(machine: Machine, count: int) -> list[Core]:
+    """Equal cores of a package that no real machine has: other engines here claim other names."""
+    package = os.getpid() + 1000
+    for cpu in range(count):
+        machine.add(cpu, cpu, physical_package_id=package)
+    return machine.read()
+
+
+def test_engines_decode_on_cores_of_their_own_until_they_close(machine):
+    topology = on_package(machine, 6)
+    first, first_claim = cores.claim(topology)
+    second, second_claim = cores.claim(topology)
+    assert (first.decode_cpu, second.decode_cpu) == (1, 2)
+    assert first.reader_cpus == (0, 2, 3, 4, 5)
+    assert second.reader_cpus == (0, 3, 4, 5), "nor does the second read on the first's core"
+    first_claim.close()
+    third, third_claim = cores.claim(topology)
+    assert third.decode_cpu == 1
+    for taken in (second_claim, third_claim):
+        taken.close()
+
+
+def test_with_too_many_engines_one_core_decodes_for_several(machine):
+    topology = on_package(machine, 4)
+    claims = [cores.claim(topology) for _ in range(2)]
+    assert [plan.decode_cpu for plan, _ in claims] == [1, 2]
+    plan, none = cores.claim(topology)
+    assert (plan, none) == (assign(topology), None)
+    for _, taken in claims:
+        taken.close()
+
+
+def test_a_killed_engine_leaves_no_claim(machine):
+    topology = on_package(machine, 4)
+    name = topology[1].physical_core
+    code = f"import sys; from runtime.cores import Claim; claim = Claim({name}); print('has', flush=True); input()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, cwd=ROOT) as child:
+        assert child.stdout.readline() == b"has\n"
+        plan, taken = cores.claim(topology)
+        assert plan.decode_cpu == 2
+        taken.close()
+        child.kill()
+    plan, taken = cores.claim(topology)
+    assert plan.decode_cpu == 1
+    taken.close()
+
+
+def test_a_system_that_refuses_sockets_plans_all_the_same(machine, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(cores.socket, "socket", refuse)
+    topology = on_package(machine, 4)
+    assert cores.claim(topology) == (assign(topology), None)
+
+
+def test_too_few_cores_claim_nothing(machine):
+    assert cores.claim(on_package(machine, 2)) == (None, None)
 
 
 # ---- pinning -----------------------------------------------------------------------------------------------------

@@ -287,6 +287,13 @@ def test_computing_and_reading_have_cores_of_their_own():
     assert (small.reader_cpus, small.computing_cpus) == ((0,), (2,))
 
 
+def test_no_more_cores_compute_than_were_asked_for():
+    plan = CorePlan(1, (9,), (0, 2, 3, 4, 5, 6, 7, 8))
+    found = [with_computing(plan, most) for most in (0, 2, 100)]
+    assert [cut.computing_cpus for cut in found] == [(), (7, 8), (3, 4, 5, 6, 7, 8)]
+    assert all(cut.reader_cpus + cut.computing_cpus == plan.reader_cpus for cut in found)
+
+
 @pytest.mark.parametrize(
     ("model", "settings", "said"),
     [
