@@ -41,11 +41,15 @@ def save_random(
 
 
 def open_model(
-    folder: Path, cache_rows: int | None = None, num_guesses: int = 0, copier: object = None
+    folder: Path,
+    cache_rows: int | None = None,
+    num_guesses: int = 0,
+    copier: object = None,
+    dtype: torch.dtype = torch.float32,
 ) -> qwen3_moe.Qwen3MoeModel:
-    """Open a snapshot in fp32.  cache_rows: experts kept in memory; None: all, read at once.
+    """Open a snapshot.  cache_rows: experts kept in memory; None: all, read at once.
 
-    copier: of slots in front of them, as a GPU has.
+    copier: of slots in front of them, as a GPU has.  dtype: of the hidden states.
     """
     config, spec = RunConfig(), qwen3_moe.read_spec(folder)
     layout = expert_layout(Checkpoint.open(folder), spec)
@@ -60,5 +64,5 @@ def open_model(
         experts = SlotExperts(experts, slots, spec.num_layers, spec.top_k, num_guesses, False)
     weights = {name: Checkpoint.open(folder).load(name) for name in spec.resident_shapes()}
     return qwen3_moe.Qwen3MoeModel(
-        spec, weights, experts, qwen3_moe.expert_opener(layout), torch.float32, num_guesses
+        spec, weights, experts, qwen3_moe.expert_opener(layout), dtype, num_guesses
     )

@@ -54,7 +54,8 @@ deepseek() {
   local simulated=(model.synthetic.experts=16 hw.drive.simulate_gib_s=8.2 hw.drive.direct=buffered)
   bench "no cache, 311 tokens of prompt" "${model[@]}" "${simulated[@]}" cache.ram_gib=0 bench.prompt_length=311
   bench "half of the experts found" "${model[@]}" "${simulated[@]}" cache.ram_gib=6.3
-  bench "this machine's drive" "${model[@]}" model.synthetic.layers=8 model.synthetic.experts=12 cache.ram_gib=0
+  bench "this machine's drive" "${model[@]}" model.synthetic.experts=10 cache.ram_gib=0 bench.tokens=4 \
+    bench.warmup_tokens=1 bench.repeats=2
 }
 
 cpu() {
@@ -65,9 +66,12 @@ cpu() {
 }
 
 peers() { # where a memory cgroup may be made, --fill-ram does nothing
-  "$PYTHON" tests/bench/peers.py --folder "$OUT/peers" --transformers-python "$TRANSFORMERS" --llama-python "$LLAMA" \
-    --layers 8 --experts 64 --set vocab_size=16384 --cap-gib 6 --overhead-gib 4 --vram-gib 2 --device cuda --threads 4 \
-    --tokens 6 --prompts 32,512 --fill-ram --record "$OUT/peers.csv" --ours hw.reserve_gib=4 model.prefill_tokens=512
+  local common=(--folder "$OUT/peers" --transformers-python "$TRANSFORMERS" --llama-python "$LLAMA" --device cuda
+    --engines ours,transformers,llama.cpp --layers 10 --experts 64 --set vocab_size=16384 --cap-gib 3.5
+    --overhead-gib 1.75 --vram-gib 2 --threads 4 --fill-ram --ours model.prefill_tokens=512)
+  "$PYTHON" tests/bench/peers.py "${common[@]}" --only-compare
+  "$PYTHON" tests/bench/peers.py "${common[@]}" --compared --tokens 4 --prompts 32,512 --record "$OUT/peers.csv"
+  "$PYTHON" tests/bench/peers.py "${common[@]}" --compared --tokens 1 --prompts 2048 --record "$OUT/peers-2048.csv"
 }
 
 memory() {

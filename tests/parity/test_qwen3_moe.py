@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeForCausalLM
 
 from runtime.checkpoint import Checkpoint, CheckpointError
 from runtime.errors import UserError
@@ -99,6 +100,56 @@ def test_streamed_experts_give_the_same_bits_as_resident_ones(reference):
     assert torch.equal(run(model, script), wanted), "through slots"
     assert model.experts.counters.copied_nbytes > 0
     model.experts.close()
+
+
+# ---- hidden states in BF16 -------------------------------------------------------------------------------------------
+
+
+def relative_error(found, wanted):
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("reference", ["as released", "BF16"], indirect=True)
+def test_in_bf16_logits_are_as_close_to_fp32_as_those_of_transformers(reference):
+    wanted_model, folder = reference
+    script = (100, 1, 20, 1)
+    ids = torch.tensor([tokens(sum(script))])
+    peer = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        wanted = wanted_model(ids).logits[0]
+        theirs = relative_error(peer(ids).logits[0], wanted)
+    ours = relative_error(run(open_model(folder, dtype=torch.bfloat16), script, True), wanted)
+    print(f"relative error: ours {ours:.4f}, theirs {theirs:.4f}")
+    assert 0 < ours < 1.5 * theirs
+
+
+@pytest.mark.parametrize("reference", ["BF16"], indirect=True)
+def test_streamed_equals_resident_in_bf16(reference):
+    _, folder = reference
+    script = (30, 1, 1, 12, 1)
+    wanted = run(open_model(folder, dtype=torch.bfloat16), script)
+    for cache_rows, guesses in ((4, 0), (7, 3), (40, 4)):
+        model = open_model(folder, cache_rows, guesses, dtype=torch.bfloat16)
+        assert torch.equal(run(model, script), wanted), (cache_rows, guesses)
+        model.experts.close()
+
+
+@pytest.mark.parametrize("reference", ["BF16"], indirect=True)
+def test_a_prompt_in_bf16_multiplies_whole_products(reference, monkeypatch):
+    """One number of rows in these small prompts; fp32 has no products that are kept."""
+    seen = []
+
+    def swiglu(linear, x, *matrices):
+        seen.append(len(x))
+        return plain_swiglu(linear, x, *matrices)
+
+    plain_swiglu = qwen3_moe.swiglu
+    monkeypatch.setattr(qwen3_moe, "swiglu", swiglu)
+    run(open_model(reference[1], dtype=torch.bfloat16), (30,))
+    assert set(seen) == {qwen3_moe.PRODUCT_ROWS}
+    seen.clear()
+    run(open_model(reference[1]), (30,))
+    assert sum(seen) == 30 * 4 * SIZES["num_experts_per_tok"]
 
 
 def test_guesses_are_of_the_next_layer_with_experts(tmp_path):
