@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import hashlib
 import json
 import os
 import random
@@ -75,7 +76,9 @@ def main() -> None:
         job["cgroup"] = None if group is None else str(group)
         kept = folder / f"{snapshot.name}.closeness.json"
         if args.compared:
-            known = json.loads(kept.read_text())
+            known = json.loads(kept.read_text()) if kept.exists() else {}
+            if left := sorted({*engines} - known.keys()):
+                raise SystemExit(f"error: {', '.join(left)}: not compared yet, use --only-compare")
             closeness = {name: known[name] for name in engines}
         else:
             closeness = compare_numbers(engines, interpreters, job) if engines else {}
@@ -174,16 +177,14 @@ def parse() -> argparse.Namespace:
 
 def make_snapshot(args: argparse.Namespace, folder: Path) -> Path:
     """Return the checkpoint's folder, made by the synthetic stage if it is not there."""
-    words = [f"model.synthetic.disk_gib={args.disk_gib}", f"paths.outputs={folder}"]
-    config = args.config or RELEASED
-    if args.set:
-        changed = json.loads((config / "config.json").read_text())
-        changed |= {key: int(n) for key, n in (word.split("=") for word in args.set)}
-        config = folder / "config"
-        config.mkdir(exist_ok=True)
-        (config / "config.json").write_text(json.dumps(changed))
-    words.append(f"model.path={config.resolve()}")
-    cuts = {"layers": args.layers, "experts": args.experts}
+    config = json.loads(((args.config or RELEASED) / "config.json").read_text())
+    config |= {key: int(n) for key, n in (word.split("=") for word in args.set)}
+    cuts = {"layers": args.layers, "experts": args.experts, "disk_gib": args.disk_gib}
+    wanted = json.dumps([config, cuts], sort_keys=True).encode()
+    made = folder / hashlib.sha256(wanted).hexdigest()[:12]  # one checkpoint is in it
+    (made / "config").mkdir(parents=True, exist_ok=True)
+    (made / "config" / "config.json").write_text(json.dumps(config))
+    words = [f"paths.outputs={made}", f"model.path={made / 'config'}"]
     words += [f"model.synthetic.{key}={n}" for key, n in cuts.items() if n is not None]
     command = [
         sys.executable,
@@ -192,8 +193,8 @@ def make_snapshot(args: argparse.Namespace, folder: Path) -> Path:
         "stages=[synthetic]",
     ]
     subprocess.run([*command, "hw=cpu", *words], check=True, cwd=ROOT, stdout=sys.stderr)
-    made = (folder / "artifacts" / "qwen3_moe_synthetic").glob("synthetic-*/record.json")
-    return max(made, key=lambda path: path.stat().st_mtime).parent
+    (record,) = (made / "artifacts" / "qwen3_moe_synthetic").glob("synthetic-*/record.json")
+    return record.parent
 
 
 def find_absent(
