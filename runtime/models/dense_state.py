@@ -6,12 +6,20 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference as ops
 from runtime.models.buffers import appended
 
-SCORES_NBYTES = 2**26  # of fp32 scores that one call computes at once; a few times that is held
+SCORES_NBYTES = (
+    2**26
+)  # of fp32 scores that one call computes at once on a GPU; a few times that is held
+CPU_SCORES_NBYTES = (
+    2**24
+)  # the same on a CPU, where a prompt has torch's fused kernel and only few tokens need them
+FUSED_ROWS = 256  # queries of one fused call: the next ones see more keys
+LEAST_FUSED = 64  # queries; fewer are faster as products
 
 
 class HasHeads(Protocol):
@@ -53,7 +61,10 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tens
 
     q: [T, heads, D].  k, v: [S, kv_heads, D].  visible: [T, S] bool, or None: each query sees all.  Returns q's shape.
     """
-    rows = max(1, SCORES_NBYTES // (4 * q.shape[1] * k.shape[0]))
+    if not q.is_cuda and len(q) > LEAST_FUSED:
+        return _attend_fused(q, k, v, visible)
+    nbytes = SCORES_NBYTES if q.is_cuda else CPU_SCORES_NBYTES
+    rows = max(1, nbytes // (4 * q.shape[1] * k.shape[0]))
     if rows >= q.shape[0]:
         return ops.attention(q, k, v, visible)
     out = torch.empty_like(q)
@@ -61,6 +72,21 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tens
         part = slice(at, at + rows)
         out[part] = ops.attention(q[part], k, v, None if visible is None else visible[part])
     return out
+
+
+def _attend_fused(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    """As `attend_rows`, by torch's kernel that keeps no scores; keys that no query of a piece sees are left out."""
+    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+    out = torch.empty_like(q)
+    for at in range(0, q.shape[2], FUSED_ROWS):
+        part, end, seen = slice(at, at + FUSED_ROWS), k.shape[2], None
+        if visible is not None:
+            end = int(visible[part].any(0).nonzero()[-1]) + 1
+            seen = visible[part, :end]
+        out[:, :, part] = F.scaled_dot_product_attention(
+            q[:, :, part], k[:, :, :end], v[:, :, :end], attn_mask=seen, enable_gqa=True
+        )
+    return out.squeeze(0).transpose(0, 1)
 
 
 class DenseState:

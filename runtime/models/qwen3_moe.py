@@ -33,7 +33,7 @@ from runtime.experts.slots import BatchedSource
 from runtime.experts.source import ExpertSource
 from runtime.experts.tensor_layout import TensorLayout
 from runtime.models.buffers import NoRows, check_context, open_part
-from runtime.models.dense_state import SCORES_NBYTES, DenseState
+from runtime.models.dense_state import CPU_SCORES_NBYTES, SCORES_NBYTES, DenseState
 from runtime.models.qwen3_moe_codec import open_codec as open_codec  # the family's
 from runtime.models.qwen3_moe_weights import (
     EMBEDDING,
@@ -381,7 +381,7 @@ def _sizes(
     In RAM a prompt piece's scratch is planned with the residents: the expert cache must not take its place.
     """
     embedding = nbytes[EMBEDDING]
-    scratch = _scratch(spec, dtype.itemsize)
+    scratch = _scratch(spec, dtype.itemsize, SCORES_NBYTES if has_gpu else CPU_SCORES_NBYTES)
     residents = sum(nbytes.values()) - embedding
     tokens = min(config.model.prefill_tokens, config.model.context_tokens)
     residents += WIDENED_NBYTES + max(fixed + each * tokens for fixed, each in scratch)
@@ -402,7 +402,7 @@ def _sizes(
     )
 
 
-def _scratch(spec: Qwen3MoeSpec, size: int) -> tuple[tuple[int, int], ...]:
+def _scratch(spec: Qwen3MoeSpec, size: int, scores_nbytes: int) -> tuple[tuple[int, int], ...]:
     """Return what a prompt piece holds beside weights and state: (bytes, bytes for each token) of its fullest moments.
 
     One line for attention, whose scores stand beside their softmax and both roundings, and one for the experts' sums.
@@ -412,7 +412,7 @@ def _scratch(spec: Qwen3MoeSpec, size: int) -> tuple[tuple[int, int], ...]:
     attention = stream + 3 * (4 + size) * heads
     sums = stream + 3 * (4 + size) * spec.hidden + 32 * spec.top_k
     logits = 4 * spec.vocab_size
-    return ((logits + 3 * SCORES_NBYTES, attention), (logits, sums + 12 * spec.expert_intermediate))
+    return ((logits + 3 * scores_nbytes, attention), (logits, sums + 12 * spec.expert_intermediate))
 
 
 def open_model(

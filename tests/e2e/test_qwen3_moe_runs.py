@@ -21,7 +21,7 @@ from runtime.experts.layout import ExpertKey
 from runtime.experts.shared import pause
 from runtime.experts.spread_reader import SpreadReader
 from runtime.models import qwen3_moe
-from runtime.models.dense_state import SCORES_NBYTES
+from runtime.models.dense_state import CPU_SCORES_NBYTES
 from runtime.sampling import SamplingParams
 from runtime.session import Session
 from runtime.snapshot import SnapshotStore
@@ -139,7 +139,7 @@ def test_the_plan_made_before_any_file_is_that_of_the_files(made, root):
     assert planned.residents_nbytes == found.residents_nbytes
     assert 0 <= planned.record_nbytes - found.record_nbytes <= 4096
     loaded = sum(Checkpoint.open(root).load(name).nbytes for name in spec.resident_shapes())
-    assert found.residents_nbytes + found.embedding_nbytes > loaded + SCORES_NBYTES, "and scratch"
+    assert found.residents_nbytes + found.embedding_nbytes > loaded + CPU_SCORES_NBYTES
     short = dataclasses.replace(cfg.model, prefill_tokens=64)
     fewer = qwen3_moe.planned_sizes(
         spec, dataclasses.replace(cfg, model=short), torch.float32, has_gpu=False
