@@ -147,6 +147,19 @@ def test_the_plan_made_before_any_file_is_that_of_the_files(made, root):
     assert fewer.residents_nbytes < planned.residents_nbytes
 
 
+def test_a_plan_in_bf16_knows_what_a_cpus_products_keep(root, made, monkeypatch):
+    spec = qwen3_moe.read_spec(root)
+
+    def residents(dtype, has_gpu=False):
+        return qwen3_moe.planned_sizes(spec, made.cfg, dtype, has_gpu).residents_nbytes
+
+    with_products = residents(torch.bfloat16)
+    others = residents(torch.float32), residents(torch.bfloat16, has_gpu=True)
+    monkeypatch.setattr(qwen3_moe, "PRODUCTS_NBYTES", 0)
+    assert with_products - residents(torch.bfloat16) == 96 * 2**20
+    assert others == (residents(torch.float32), residents(torch.bfloat16, has_gpu=True))
+
+
 def test_mirrored_shards_give_the_same_logits(made, engine, tmp_path, monkeypatch):
     """Each expert is verified on its first read; both drives give some."""
     (tmp_path / "b").mkdir()
