@@ -20,8 +20,7 @@ from runtime.errors import UserError
 from runtime.experts.layout import ExpertKey
 from runtime.experts.shared import pause
 from runtime.experts.spread_reader import SpreadReader
-from runtime.models import qwen3_moe
-from runtime.models.dense_state import CPU_SCORES_NBYTES
+from runtime.models import dense_state, qwen3_moe
 from runtime.sampling import SamplingParams
 from runtime.session import Session
 from runtime.snapshot import SnapshotStore
@@ -139,7 +138,7 @@ def test_the_plan_made_before_any_file_is_that_of_the_files(made, root):
     assert planned.residents_nbytes == found.residents_nbytes
     assert 0 <= planned.record_nbytes - found.record_nbytes <= 4096
     loaded = sum(Checkpoint.open(root).load(name).nbytes for name in spec.resident_shapes())
-    assert found.residents_nbytes + found.embedding_nbytes > loaded + CPU_SCORES_NBYTES
+    assert found.residents_nbytes + found.embedding_nbytes > loaded + dense_state.CPU_SCORES_NBYTES
     short = dataclasses.replace(cfg.model, prefill_tokens=64)
     fewer = qwen3_moe.planned_sizes(
         spec, dataclasses.replace(cfg, model=short), torch.float32, has_gpu=False
@@ -158,6 +157,20 @@ def test_a_plan_in_bf16_knows_what_a_cpus_products_keep(root, made, monkeypatch)
     monkeypatch.setattr(qwen3_moe, "PRODUCTS_NBYTES", 0)
     assert with_products - residents(torch.bfloat16) == 96 * 2**20
     assert others == (residents(torch.float32), residents(torch.bfloat16, has_gpu=True))
+
+
+def test_a_plan_holds_the_scores_of_its_device(root, made, monkeypatch):
+    """Attention's line of the scratch: scores, masked scores and probabilities in fp32."""
+    spec = qwen3_moe.read_spec(root)
+
+    def fixed(has_gpu):
+        return qwen3_moe.planned_sizes(spec, made.cfg, torch.float32, has_gpu).scratch[0][0]
+
+    on_cpu, on_gpu = fixed(has_gpu=False), fixed(has_gpu=True)
+    for name in ("CPU_SCORES_NBYTES", "SCORES_NBYTES"):
+        monkeypatch.setattr(qwen3_moe, name, 0)
+    found = on_cpu - fixed(has_gpu=False), on_gpu - fixed(has_gpu=True)
+    assert found == (3 * dense_state.CPU_SCORES_NBYTES, 3 * dense_state.SCORES_NBYTES)
 
 
 def test_mirrored_shards_give_the_same_logits(made, engine, tmp_path, monkeypatch):

@@ -42,6 +42,20 @@ def test_every_number_of_queries_gives_the_definition(count, before, mask):
     assert (attend_rows(q, k, v, visible).double() - wanted).abs().max() < 2e-6
 
 
+@pytest.mark.parametrize("count", COUNTS)
+def test_few_queries_are_separate_products(count, monkeypatch):
+    """Which are faster for them; a prompt's are not."""
+    seen = []
+
+    def attention(q, *_):
+        seen.append(len(q))
+        return q
+
+    monkeypatch.setattr(dense_state.ops, "attention", attention)
+    attend_rows(*operands(count, count), causal(count, count))
+    assert seen == ([count] if count <= LEAST_FUSED else [])
+
+
 def test_few_queries_on_many_keys_are_cut_into_pieces(monkeypatch):
     q, k, v = operands(40, 500)
     visible = causal(40, 500)
