@@ -145,7 +145,7 @@ def first_word(memory: Memory, logits, word: str) -> tuple[bool, float]:
 
 def attend_at(memory: Memory, question: str, distance: int) -> torch.Tensor:
     """Return logits with what is found moved as a whole, to end `distance` tokens before the last ones in sight."""
-    found, store, scratch = memory.find(question), memory.store, memory._start_scratch()
+    found, store, scratch = memory.find(question), memory.store, memory.opened.start_scratch()
     assert found is not None
     lo, hi = (store.sentences[part].astype(int) for part in ("lo", "hi"))
     keys, values, places = memory.cold.fetch(
@@ -232,7 +232,8 @@ def main() -> None:
         ]
     if args.full:
         memory.config.budget = 10**6
-        memory._scratch = memory._hot_state(memory.store.commit.tokens)
+        opened = memory.opened
+        opened._scratch = opened._hot_state(memory.store.commit.tokens)
         for start, word in facts:
             found = memory.find(args.prefix + start)
             rows["all"].append(
