@@ -152,6 +152,10 @@ def attend_at(memory: Memory, question: str, distance: int) -> torch.Tensor:
         [(max(lo[i], scratch.num_sinks), min(hi[i], scratch.hot_start)) for i in found.sentences]
     )
     step = scratch.hot_start - distance - (int(places[-1]) + 1)
+    if int(places[0]) + step < scratch.num_sinks:
+        raise SystemExit(
+            f"error: no room for --distances {distance} in this text: more --tokens, or a shorter one"
+        )
     keys = move(keys, torch.full((len(places),), step), memory.model.spec.rope_theta)
     scratch.retrieve(keys, values, places + step)
     scratch.mode = Mode.absolute
