@@ -14,10 +14,10 @@ from runtime.drives import DriveRate
 from runtime.errors import UserError
 from runtime.mounts import Mount
 from runtime.units import GIB
-from stages import doctor, opening
+from stages import doctor, doctor_drives, doctor_gpu, doctor_host, opening
 from stages.core import Runner
-from stages.doctor import Report
 from stages.doctor_record import Record
+from stages.doctor_report import Report, check_steadiness
 
 SHORT = ("hw=cpu", "doctor.each_s=0.02", "doctor.sustained_s=0", "doctor.probe_gib=0.1")
 
@@ -62,14 +62,14 @@ def test_a_model_that_is_here_is_measured_on_its_own_files(tmp_path, monkeypatch
         return real(files, *args)
 
     monkeypatch.setattr(drives, "measure_rate", measure)
-    monkeypatch.setattr(doctor, "LEAST_FILE_NBYTES", 1)
+    monkeypatch.setattr(doctor_drives, "LEAST_FILE_NBYTES", 1)
     run_doctor(runner, tmp_path)
     assert {path.name for path in read} == {"experts.bin"}
 
 
 def test_something_bad_ends_with_code_1_after_the_table(tmp_path, monkeypatch, capsys):
     spinning = Mount("/", "ext4", "sda", is_rotational=True)
-    monkeypatch.setattr(doctor, "find_mount", lambda _path: spinning)
+    monkeypatch.setattr(doctor_drives, "find_mount", lambda _path: spinning)
     with pytest.raises(UserError, match="drive: experts"):
         run_doctor(make_runner(tmp_path, *SHORT), tmp_path)
     out = capsys.readouterr().out
@@ -92,7 +92,7 @@ def test_something_bad_ends_with_code_1_after_the_table(tmp_path, monkeypatch, c
 )  # fmt: skip
 def test_what_the_experts_lie_on(tmp_path, mount, verdict, said):
     report = Report()
-    doctor.check_place(report, "experts", tmp_path, mount, is_read=True)
+    doctor_drives.check_place(report, "experts", tmp_path, mount, is_read=True)
     found, advice = rows(report)["drive: experts"]
     assert found == verdict
     assert said in advice
@@ -100,27 +100,33 @@ def test_what_the_experts_lie_on(tmp_path, mount, verdict, said):
 
 def test_a_drive_that_throttles_counts_with_what_it_holds(tmp_path, monkeypatch, make_config):
     slowing = (4.0, 4.1, 3.9, 2.0, 1.0, 1.1)
-    monkeypatch.setattr(doctor, "measure_rate", lambda *_: DriveRate(2, 4, 3.0, True, slowing))
+    monkeypatch.setattr(
+        doctor_drives, "measure_rate", lambda *_: DriveRate(2, 4, 3.0, True, slowing)
+    )
     report = Report(rates={"drive_gib_s": 4.0})
     cfg = make_config()
-    doctor._check_sustained(report, cfg, [], 4096, DriveRate(2, 4, 4.0, True))
+    doctor_drives._check_sustained(report, cfg, [], 4096, DriveRate(2, 4, 4.0, True))
     assert rows(report)["drive: held for 20 s"][0] == "warn"
     assert report.rates["drive_gib_s"] == pytest.approx(1.05)
-    monkeypatch.setattr(doctor, "measure_rate", lambda *_: DriveRate(2, 4, 4.0, True, (4.0,) * 6))
+    monkeypatch.setattr(
+        doctor_drives, "measure_rate", lambda *_: DriveRate(2, 4, 4.0, True, (4.0,) * 6)
+    )
     report = Report(rates={"drive_gib_s": 4.0})
-    doctor._check_sustained(report, cfg, [], 4096, DriveRate(2, 4, 4.0, True))
+    doctor_drives._check_sustained(report, cfg, [], 4096, DriveRate(2, 4, 4.0, True))
     assert rows(report)["drive: held for 20 s"][0] == "ok"
 
 
 def test_a_better_setting_is_named(tmp_path, monkeypatch, make_config):
     grid = [DriveRate(1, 1, 1.0, True), DriveRate(2, 4, 2.0, True), DriveRate(4, 2, 4.0, True)]
     ceiling = [DriveRate(8, 1, 3.5, True)]
-    monkeypatch.setattr(doctor, "measure_grid", lambda *args: ceiling if args[3] == (8,) else grid)
+    monkeypatch.setattr(
+        doctor_drives, "measure_grid", lambda *args: ceiling if args[3] == (8,) else grid
+    )
     path = tmp_path / "x"
     path.write_bytes(bytes(8192))
     report = Report()
     settings = {"doctor.sustained_s": 0, "hw.drive.window": 2, "hw.drive.pieces": 4}
-    doctor._check_rates(report, make_config(**settings), [path], 4096)
+    doctor_drives._check_rates(report, make_config(**settings), [path], 4096)
     verdict, advice = rows(report)["drive: reads as configured"]
     assert verdict == "warn"
     assert "hw.drive.window=4 hw.drive.pieces=2" in advice
@@ -131,7 +137,7 @@ def test_a_drive_that_cannot_be_read(tmp_path, monkeypatch):
     def broken(*_args) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(doctor, "measure_grid", broken)
+    monkeypatch.setattr(doctor_drives, "measure_grid", broken)
     with pytest.raises(UserError, match="drive: reading"):
         run_doctor(make_runner(tmp_path, *SHORT), tmp_path)
     assert not list(tmp_path.rglob("*probe*"))
@@ -149,11 +155,13 @@ def test_a_drive_that_cannot_be_read(tmp_path, monkeypatch):
 def test_known_bad_software(monkeypatch, versions, capability, what, verdict):
     import torch
 
-    real = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda n: versions[n] if n in versions else real(n))
+    real = doctor_host._version
+    monkeypatch.setattr(
+        doctor_host, "_version", lambda n: versions[n] if n in versions else real(n)
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     report = Report()
-    doctor.check_software(report, has_gpu=True)
+    doctor_host.check_software(report, has_gpu=True)
     assert rows(report).get(what, (None,))[0] == verdict
 
 
@@ -165,7 +173,7 @@ def test_a_torch_without_small_numbers(monkeypatch, number, verdict):
 
     monkeypatch.delattr(torch, number)
     report = Report()
-    doctor.check_software(report, has_gpu=False)
+    doctor_host.check_software(report, has_gpu=False)
     assert rows(report)["software: torch"][0] == verdict
 
 
@@ -173,8 +181,8 @@ def test_swap_and_a_cpu_quota_are_warned_of(monkeypatch):
     monkeypatch.setattr(hardware, "swap_used_nbytes", lambda: 2 * GIB)
     monkeypatch.setattr(cgroups, "cpu_quota", lambda: 0.5)
     report = Report()
-    doctor.check_memory(report, [])
-    doctor.check_cores(report)
+    doctor_host.check_memory(report, [])
+    doctor_host.check_cores(report)
     assert rows(report)["memory: swap"][0] == "warn"
     assert rows(report)["CPU: container"][0] == "warn"
 
@@ -201,7 +209,7 @@ def test_how_much_may_be_pinned(granted, verdict, said):
 
     System.used = 0
     report = Report()
-    doctor.check_pinning(report, 256 * 2**20, System())
+    doctor_gpu.check_pinning(report, 256 * 2**20, System())
     (found,) = report.findings
     assert (found.verdict, said in found.value) == (verdict, True)
     assert ("shrinks" in found.advice) == (verdict != "ok")
@@ -224,7 +232,7 @@ def test_a_narrow_link_of_the_card(tmp_path):
     for width, verdict in (("4", "warn"), ("16", "ok")):
         (folder / "current_link_width").write_text(width)
         report = Report()
-        doctor.check_link(report, Card(), tmp_path)
+        doctor_gpu.check_link(report, Card(), tmp_path)
         assert rows(report)["GPU: link"][0] == verdict
 
 
@@ -296,6 +304,6 @@ def test_a_rate_that_moved_since_the_last_time_is_said():
     rates = {"drive_gib_s": 2.0, "ram_gib_s": 30.0}
     before = Record(rates, "2026-11-30T09:05:18Z", model="tiny")
     report = Report(rates={"drive_gib_s": 1.5, "ram_gib_s": 31.0})
-    assert doctor.check_steadiness(report, before, "tiny") == ["drive_gib_s"]
+    assert check_steadiness(report, before, "tiny") == ["drive_gib_s"]
     assert rows(report)["steady: drive_gib_s"][0] == "warn"
-    assert doctor.check_steadiness(Report(rates={"drive_gib_s": 1.9}), before, "tiny") == []
+    assert check_steadiness(Report(rates={"drive_gib_s": 1.9}), before, "tiny") == []
