@@ -27,7 +27,6 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     rates: dict[str, float] = field(default_factory=dict)
     grid: list[DriveRate] = field(default_factory=list)
-    interface: str | None = None  # of the drive that experts are read from
 
     def add(self, area: str, what: str, verdict: str, value: str, advice: str = "") -> None:
         """Note a finding; `advice` says what to do about one that is not ok."""
