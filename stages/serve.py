@@ -23,7 +23,8 @@ from runtime.engine import Engine, load_family
 from runtime.errors import UserError
 from runtime.living_kv.service import MemoryService
 from runtime.server.app import create_app
-from runtime.server.worker import Served, Worker
+from runtime.server.served import Served
+from runtime.server.worker import Worker
 from runtime.snapshot import SnapshotStore, make_key
 from runtime.units import GIB
 from stages.core import Output, Runner, Stage, StageContext

@@ -29,6 +29,7 @@ from runtime.errors import UserError
 from runtime.server import requests
 from runtime.server.errors import ApiError
 from runtime.server.guard import MAX_BODY_NBYTES, Guard, too_large
+from runtime.server.intake import prompt_tokens
 from runtime.server.jobs import Finished, Job, Message, Part
 from runtime.server.replies import (
     DONE,
@@ -250,7 +251,7 @@ class _Routes:
         echo = ""
         if parsed.is_echo:
             codec = self._served.codec
-            echo = codec.decode(self._worker.prompt_tokens(parsed))
+            echo = codec.decode(prompt_tokens(parsed, codec))
         answer = CompletionAnswer(self._reply_options(parsed), echo)
         return await self._respond(request, parsed, answer)
 

@@ -6,84 +6,33 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from runtime.answers import Content, Reasoning, ToolCall
 from runtime.engine import Engine
-from runtime.errors import UserError
 from runtime.hardware import is_device_fault
-from runtime.sampling import SamplingParams, TokenLogprob
-from runtime.server.errors import ApiError, bad
-from runtime.server.jobs import Failed, Finished, Job, JobQueue, Part
+from runtime.server.answering import Answers
+from runtime.server.errors import ApiError
+from runtime.server.intake import prepare
+from runtime.server.jobs import Failed, Job, JobQueue
+from runtime.server.memory import Remembers
 from runtime.server.metrics import EngineFigures, Metrics
-from runtime.server.replies import Alternative, TokenLogprobs, Usage
-from runtime.server.requests import ChatRequest, CompletionRequest, Request
-from runtime.session import Cancelled, Piece, Session
+from runtime.server.requests import Request
+from runtime.server.served import Served
+from runtime.server.status import (
+    engine_facts,
+    engine_figures,
+    prompt_progress,
+    queue_facts,
+    served_facts,
+    snapshot_facts,
+)
+from runtime.session import Cancelled, Session
 from runtime.snapshot import SnapshotStore
-from runtime.stats import Rates, RunSummary, TokenStats, summarize
-from runtime.text import TextCodec
 from runtime.together import Together
 
 log = logging.getLogger("server")
-
-KEPT_REQUESTS = 16  # of /status
-PROGRESS_EVERY_S = 10.0  # of a long prompt, in the log
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What is known of the model before it is loaded."""
-
-    name: str
-    revision: str
-    codec: TextCodec
-    context_tokens: int
-    version: str
-    commit: str | None
-
-    @property
-    def fingerprint(self) -> str:
-        """What an answer's bytes depend on: this code and these weights."""
-        return f"nvmoe-{self.version}-{(self.commit or 'unknown')[:10]}-{self.revision[:12]}"
-
-
-class Remembers(Protocol):
-    """What answers a request's `memory` field."""
-
-    def check(self, field: Mapping[str, Any]) -> None:
-        """Raise UserError for what cannot be answered. From any thread."""
-
-    def answer(
-        self,
-        field: Mapping[str, Any],
-        question: str,
-        params: SamplingParams,
-        after_layer: Callable[[], None],
-    ) -> Recalled: ...
-
-    def close(self) -> None: ...
-
-
-class Recalled(Protocol):
-    """An answer out of a memory."""
-
-    @property
-    def shown(self) -> str: ...
-
-    @property
-    def tokens(self) -> list[int]: ...
-
-    @property
-    def finish(self) -> str: ...
-
-    @property
-    def asked_tokens(self) -> int: ...
-
-    def to_dict(self) -> dict[str, Any]: ...
 
 
 class Worker:
@@ -114,11 +63,11 @@ class Worker:
         self._at_work: dict[Job, Session] = {}
         self._store: SnapshotStore | None = None
         self._memory: Remembers | None = None
-        self._recent: deque[dict[str, Any]] = deque(maxlen=KEPT_REQUESTS)
         self._started = time.time()
         self.engine: Engine | None = None
         self.failure: BaseException | None = None
         self.metrics = Metrics(served.name, self._figures)
+        self._answers = Answers(self.metrics)
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -143,51 +92,14 @@ class Worker:
         """Queue a request; everything that can be refused is refused here. Raises ApiError."""
         self.check_ready()
         self._queue.check_room()
+        assert self.engine is not None, "check_ready was asked"
+        loop, codec = asyncio.get_running_loop(), self.served.codec
         # a long prompt takes a while to encode, and the loop has streams to keep alive
-        job = await asyncio.to_thread(self._prepare, request, name, asyncio.get_running_loop())
+        job = await asyncio.to_thread(
+            prepare, request, name, loop, self.engine, codec, self._memory
+        )
         self._queue.put(job)
         return job
-
-    def _prepare(self, request: Request, name: str, loop: asyncio.AbstractEventLoop) -> Job:
-        engine, codec = self.engine, self.served.codec
-        assert engine is not None, "check_ready was asked"
-        params = _sampling(engine.default_sampling(), request)
-        if isinstance(request, ChatRequest):
-            if request.memory is not None:
-                if self._memory is None:
-                    raise bad("this server has no memory", "memory", "unsupported")
-                self._memory.check(request.memory)
-                return Job(
-                    name, request.model, [], params, codec.plain_parser(), loop,
-                    question=request.question, memory=request.memory,
-                )  # fmt: skip
-            prompt = codec.encode_chat(request.messages, request.options)
-            engine.check_prompt(prompt)
-            parser = codec.parser(request.options)
-            if request.forced is not None:
-                prompt = prompt + codec.force_call(request.forced, parser)
-                engine.check_prompt(prompt)
-            shared = codec.shared_tokens(prompt, request.messages, request.options)
-            thinks = request.options.thinking
-            return Job(name, request.model, prompt, params, parser, loop, shared, thinks)
-        assert isinstance(request, CompletionRequest)
-        prompt = self.prompt_tokens(request)
-        engine.check_prompt(prompt)
-        return Job(name, request.model, prompt, params, codec.plain_parser(), loop)
-
-    def prompt_tokens(self, request: CompletionRequest) -> list[int]:
-        """Return a text completion's prompt: markers in it are markers, and the start token stands once."""
-        codec = self.served.codec
-        if isinstance(request.prompt, tuple):
-            if any(token >= codec.vocab_size for token in request.prompt):
-                raise ApiError(
-                    400,
-                    f"prompt holds ids beyond this model's {codec.vocab_size} tokens",
-                    "invalid_value",
-                    "prompt",
-                )
-            return list(request.prompt)
-        return codec.encode_prompt(request.prompt)
 
     def cancel(self, job: Job) -> None:
         """Give a job up, whatever its state; after the answer this changes nothing."""
@@ -198,16 +110,7 @@ class Worker:
 
     def progress(self, job: Job) -> dict[str, Any] | None:
         """Return how far a job's prompt has been read, in llama-server's names; None when it is not in work."""
-        session = self._at_work.get(job)
-        found = None if session is None else session.progress
-        if found is None:
-            return None
-        return {
-            "total": found.total,
-            "cache": found.cached,
-            "processed": round(found.processed),
-            "time_ms": round((time.perf_counter() - found.started) * 1e3),
-        }
+        return prompt_progress(self._at_work.get(job))
 
     def position(self, job: Job) -> int | None:
         """Return how many are before a waiting job."""
@@ -215,76 +118,27 @@ class Worker:
 
     def status(self) -> dict[str, Any]:
         """Return what this server is and does now; no secrets, no text of anybody."""
-        engine, store, running = self.engine, self._store, self._queue.running
+        engine, store = self.engine, self._store
         state = "ready"
         try:
             self.check_ready()
         except ApiError as error:
             state = error.code or "error"
-        now = time.perf_counter()
-        served = self.served
         return {
             "state": state,
-            "model": {
-                "id": served.name,
-                "revision": served.revision,
-                "can_think": served.codec.can_think,
-                "can_call_tools": served.codec.can_call,
-                "context_tokens": served.context_tokens,
-            },
-            "version": served.version,
-            "commit": served.commit,
-            "fingerprint": served.fingerprint,
+            **served_facts(self.served),
             "uptime_s": round(time.time() - self._started),
-            "queue": {
-                "waiting": [
-                    {"id": job.name, "since_ms": round((now - job.created) * 1e3)}
-                    for job in self._queue.waiting
-                ],
-                "running": self._running(running[0], now) if running else None,
-                "all_running": [self._running(job, now) for job in running],
-            },
-            "engine": None if engine is None else _engine_facts(engine),
-            "snapshots": None
-            if store is None
-            else {
-                "in_ram": len(store),
-                "nbytes": store.used_nbytes,
-                "saved": store.num_saved,
-                "saved_nbytes": store.saved_nbytes,
-            },
-            "recent": list(self._recent),
-        }
-
-    def _running(self, job: Job, now: float) -> dict[str, Any]:
-        return {
-            "id": job.name,
-            "model": job.model,
-            "phase": job.phase,
-            "since_ms": round((now - job.created) * 1e3),
-            "prompt_tokens": len(job.prompt),
-            "generated_tokens": job.count,
-            "prompt_progress": self.progress(job),
+            "queue": queue_facts(self._queue, self._at_work),
+            "engine": None if engine is None else engine_facts(engine),
+            "snapshots": None if store is None else snapshot_facts(store),
+            "recent": list(self._answers.recent),
         }
 
     def _figures(self) -> EngineFigures | None:
         engine, store = self.engine, self._store
         self.metrics.waiting.set(len(self._queue.waiting))
         self.metrics.running.set(len(self._queue.running))
-        if engine is None:
-            return None
-        counters = engine.counters()
-        return EngineFigures(
-            experts=counters.experts,
-            row_read_nbytes=counters.row_read_nbytes,
-            ram_cache_nbytes=engine.plan.cache_nbytes,
-            vram_expert_nbytes=0
-            if engine.vram_plan is None
-            else engine.vram_plan.slots * engine.vram_plan.record_nbytes,
-            is_direct=engine.is_direct,
-            snapshot_nbytes=0 if store is None else store.used_nbytes,
-            snapshot_saved_nbytes=0 if store is None else store.saved_nbytes,
-        )
+        return None if engine is None else engine_figures(engine, store)
 
     def stop(self) -> None:
         """End the running and the waiting jobs with an error, then the thread."""
@@ -375,7 +229,7 @@ class Worker:
         if job.question is not None:
             self._guarded(session, job, lambda: self._recall(job, job.question or ""))
         else:
-            self._guarded(session, job, lambda: self._continue(session, job))
+            self._guarded(session, job, lambda: self._answers.generate(session, job))
 
     def _guarded(self, session: Session, job: Job, work: Callable[[], None]) -> None:
         """Do a job; whatever goes wrong ends it with an error, a lost device ends the service too."""
@@ -391,212 +245,6 @@ class Worker:
             session.reset()
             job.send(Failed(ApiError.internal(error)))
 
-    def _continue(self, session: Session, job: Job) -> None:
-        tokens: list[TokenStats] = []
-        counter = _ReasoningCounter(job.starts_in_reasoning)
-        watch = _Watch(job, session)
-        for piece in session.generate(
-            job.prompt, job.params, watch.is_cancelled, job.parser, job.shared
-        ):
-            self._count(job, piece)
-            counter.count(piece)
-            if piece.stats is not None:
-                tokens.append(piece.stats)
-            job.send(self._part(piece, session))
-            if piece.finish is not None:
-                self._finish(session, job, tokens, piece.finish.value, counter.tokens)
-
     def _recall(self, job: Job, question: str) -> None:
-        """Answer out of a store, in one part: until its end is known, a quote may still take its place."""
         assert self._memory is not None, "it was refused before"
-        assert job.started is not None
-
-        def go_on() -> None:
-            if job.is_cancelled.is_set():
-                raise Cancelled
-
-        try:
-            found = self._memory.answer(job.memory, question, job.params, go_on)
-        except UserError as error:  # the store may have changed while the request waited
-            job.send(Failed(ApiError.of(error)))
-            return
-        job.first_token, job.count = time.perf_counter(), len(found.tokens)
-        job.send(Part([Content(found.shown)], None, None))
-        prompt, took_s = found.asked_tokens, job.first_token - job.started
-        timings = {
-            "cache_n": 0,
-            "prompt_n": prompt,
-            "predicted_n": job.count,
-            "memory_ms": round(took_s * 1e3, 3),
-            "queue_ms": round((job.started - job.created) * 1e3, 3),
-            "ttft_ms": round((job.first_token - job.created) * 1e3, 3),
-        }
-        facts = {key: value for key, value in found.to_dict().items() if key != "answer"}
-        job.send(Finished(found.finish, Usage(prompt, 0, job.count), timings, facts))
-        self._count_answer(job, found.finish, prompt, 0, timings)
-        log.info(
-            "%s %s: from memory in %.0f ms, %s", job.name, job.model, took_s * 1e3, found.finish
-        )
-
-    def _count(self, job: Job, piece: Piece) -> None:
-        now = time.perf_counter()
-        if job.first_token is None:
-            job.first_token = now
-            assert job.started is not None
-            self.metrics.ttft.observe(now - job.created)
-            self.metrics.prefill.observe(now - job.started)
-        elif piece.stats is not None:
-            self.metrics.inter_token.observe(piece.stats.total_ms / piece.stats.num_tokens / 1e3)
-        job.count += 1
-
-    def _part(self, piece: Piece, session: Session) -> Part:
-        logprobs = None
-        if piece.logprob is not None and piece.token not in session.engine.codec.stop_ids:
-            logprobs = _told(session.engine.codec, piece.logprob)
-        return Part(piece.events, logprobs, None if piece.stats is None else _token(piece.stats))
-
-    def _finish(
-        self, session: Session, job: Job, tokens: list[TokenStats], reason: str, reasoning: int
-    ) -> None:
-        assert job.started is not None
-        assert job.first_token is not None
-        cached, prompt = session.cached_tokens, len(job.prompt)
-        summary = summarize(session.prefill_stats, tokens, prompt, 0, Rates())
-        decode_s = time.perf_counter() - job.first_token
-        timings = _timings(summary, job, decode_s)
-        usage = Usage(prompt, cached, job.count, reasoning)
-        job.send(Finished(reason, usage, timings))
-        metrics = self.metrics
-        metrics.decode.observe(decode_s)
-        metrics.prompt_speed.set(summary.prefill_tok_s)
-        metrics.speed.set(summary.decode_tok_s)
-        metrics.read_rate.set(summary.read_nbytes_per_token * summary.decode_tok_s)
-        self._count_answer(job, reason, prompt, cached, timings)
-        log.info(
-            "%s %s: prompt %d tokens (%d cached) at %.0f tok/s, answer %d tokens at %.2f tok/s, first token after "
-            "%.0f ms, %s",
-            job.name, job.model, prompt, cached, summary.prefill_tok_s, job.count, summary.decode_tok_s,
-            (job.first_token - job.created) * 1e3, reason,
-        )  # fmt: skip
-
-    def _count_answer(
-        self, job: Job, reason: str, prompt: int, cached: int, timings: dict[str, Any]
-    ) -> None:
-        """Count what every finished answer has."""
-        metrics = self.metrics
-        metrics.finished(reason)
-        metrics.prompt_tokens.inc(prompt)
-        metrics.asked_tokens.inc(prompt)
-        metrics.cached_tokens.inc(cached)
-        metrics.generated.inc(job.count)
-        metrics.prompt_sizes.observe(prompt)
-        metrics.answer_sizes.observe(job.count)
-        metrics.e2e.observe(time.perf_counter() - job.created)
-        self._recent.append(
-            {"id": job.name, "model": job.model, "finish_reason": reason, **timings}
-        )
-
-
-class _Watch:
-    """Asked at every safe point: whether to go on; on the way it tells the log how far a long prompt is."""
-
-    def __init__(self, job: Job, session: Session) -> None:
-        self._job, self._session, self._told = job, session, time.monotonic()
-
-    def is_cancelled(self) -> bool:
-        progress = self._session.progress
-        if progress is not None and time.monotonic() - self._told >= PROGRESS_EVERY_S:
-            self._told = time.monotonic()
-            log.info(
-                "%s reading the prompt: %d of %d tokens", self._job.name, progress.processed, progress.total
-            )  # fmt: skip
-        return self._job.is_cancelled.is_set()
-
-
-class _ReasoningCounter:
-    """Counts tokens of the reasoning: those before the first part of the answer, in thinking mode."""
-
-    def __init__(self, starts_in_reasoning: bool) -> None:
-        self._is_reasoning, self.tokens = starts_in_reasoning, 0
-
-    def count(self, piece: Piece) -> None:
-        for event in piece.events:
-            if isinstance(event, Reasoning):
-                self._is_reasoning = True
-            elif isinstance(event, (Content, ToolCall)):
-                self._is_reasoning = False
-        self.tokens += self._is_reasoning
-
-
-def _sampling(defaults: SamplingParams, request: Request) -> SamplingParams:
-    names = (
-        *("temperature", "top_p", "top_k", "min_p", "seed", "logprobs"),
-        *("frequency_penalty", "presence_penalty", "repetition_penalty"),
-    )
-    given = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
-    return replace(defaults, **given, stop=request.stop, max_tokens=request.max_tokens)
-
-
-def _told(codec: TextCodec, found: TokenLogprob) -> TokenLogprobs:
-    def alternative(token: int, logprob: float) -> Alternative:
-        raw = codec.token_bytes(token)
-        return Alternative(raw.decode(errors="replace"), max(logprob, -9999.0), raw)
-
-    top = tuple(alternative(token, logprob) for token, logprob in found.top)
-    return TokenLogprobs(alternative(found.token, found.logprob), top)
-
-
-def _token(stats: TokenStats) -> dict[str, Any]:
-    """Return where one pass's milliseconds and bytes went."""
-    c = stats.counters
-    return {
-        "tokens": stats.num_tokens,
-        "total_ms": round(stats.total_ms, 3),
-        "drive_ms": round(stats.drive_wait_ms, 3),
-        "rows_ms": round(stats.row_wait_ms, 3),
-        "device_ms": round(stats.device_wait_ms, 3),
-        "host_ms": round(stats.host_ms, 3),
-        "drive_nbytes": stats.read_nbytes,
-        "pcie_nbytes": c.copied_nbytes,
-        "vram_hits": c.vram_hits,
-        "ram_hits": c.hits + c.sweep_hits,
-        "late": c.late,
-        "misses": c.misses + c.sweep_misses,
-    }
-
-
-def _timings(s: RunSummary, job: Job, decode_s: float) -> dict[str, Any]:
-    """Return one answer's figures: llama-server's names first, then ours."""
-    assert job.started is not None
-    assert job.first_token is not None
-    return {
-        "cache_n": s.cached_tokens,
-        "prompt_n": s.prompt_tokens - s.cached_tokens,
-        "prompt_ms": round(s.ttft_ms, 3),
-        "prompt_per_second": round(s.prefill_tok_s, 2),
-        "predicted_n": job.count,
-        "predicted_ms": round(decode_s * 1e3, 3),
-        "predicted_per_second": round(s.decode_tok_s, 2),
-        "queue_ms": round((job.started - job.created) * 1e3, 3),
-        "ttft_ms": round((job.first_token - job.created) * 1e3, 3),
-        "expert_hit_rate": round(s.hit_rate, 4),
-        "expert_misses": s.counters.misses + s.counters.sweep_misses,
-        "read_nbytes_per_token": round(s.read_nbytes_per_token),
-        "copied_nbytes_per_token": round(s.copied_nbytes_per_token),
-        "tokens_per_pass": round(s.tokens_per_pass, 3),
-    }
-
-
-def _engine_facts(engine: Engine) -> dict[str, Any]:
-    plan, vram = engine.plan, engine.vram_plan
-    return {
-        "device": str(engine.device),
-        "plan": engine.format_plan().splitlines(),
-        "ram_cache_nbytes": plan.cache_nbytes,
-        "vram_expert_nbytes": 0 if vram is None else vram.slots * vram.record_nbytes,
-        "io_direct": engine.is_direct,
-        "drive_gib_s": engine.drive_gib_s,
-        "prefill_tokens": engine.prefill_tokens,
-        "drafts": None if engine.drafting is None else engine.drafting.report(),
-        "sampling": asdict(engine.default_sampling()),
-    }
+        self._answers.recall(self._memory, job, question)

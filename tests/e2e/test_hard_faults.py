@@ -27,7 +27,8 @@ from runtime.experts.child_reader import ChildReader
 from runtime.experts.reader import DirectReader
 from runtime.sampling import SamplingParams
 from runtime.server.app import create_app
-from runtime.server.worker import Served, Worker
+from runtime.server.served import Served
+from runtime.server.worker import Worker
 from runtime.session import Session
 from runtime.snapshot import SnapshotStore
 from tests.faulty_drives import ChildDrive

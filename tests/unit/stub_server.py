@@ -22,7 +22,8 @@ from runtime.engine import Counters, Engine
 from runtime.models.qwen_codec import QwenCodec
 from runtime.sampling import SamplingParams
 from runtime.server.app import create_app
-from runtime.server.worker import Served, Worker
+from runtime.server.served import Served
+from runtime.server.worker import Worker
 from runtime.snapshot import SnapshotStore
 from runtime.stats import ExpertCounters
 from runtime.text import TextCodec

@@ -207,7 +207,7 @@ def test_metrics_and_status(server, engine, codec):
 
 
 def test_a_long_prompt_is_in_the_log(server, engine, caplog, monkeypatch):
-    monkeypatch.setattr("runtime.server.worker.PROGRESS_EVERY_S", 0.05)
+    monkeypatch.setattr("runtime.server.answering.PROGRESS_EVERY_S", 0.05)
     engine.prefill_s = 0.4
     with caplog.at_level("INFO", logger="server"):
         server.ask()
