@@ -230,9 +230,7 @@ class Engine:
         if device.type == "cuda" and config.hw.pin_threads:
             core_plan, core_claim = cores.claim(cores.read_topology())
             if core_plan is not None and config.hw.cpu_experts != "off":
-                threads = (
-                    config.hw.compute_threads
-                )  # the decoding one among them; 0: nothing is said
+                threads = config.hw.compute_threads  # the decoding one among them
                 core_plan = cores.with_computing(core_plan, threads - 1 if threads else None)
             log.info("%s", cores.describe(core_plan))
         if core_plan is None:

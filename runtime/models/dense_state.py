@@ -12,12 +12,9 @@ from torch import Tensor
 from kernels import reference as ops
 from runtime.models.buffers import appended
 
-SCORES_NBYTES = (
-    2**26
-)  # of fp32 scores that one call computes at once on a GPU; a few times that is held
-CPU_SCORES_NBYTES = (
-    2**24
-)  # the same on a CPU, where a prompt has torch's fused kernel and only few tokens need them
+# of fp32 scores that one call computes at once; a few times that is held
+SCORES_NBYTES = 2**26  # on a GPU
+CPU_SCORES_NBYTES = 2**24  # of few tokens: a prompt has torch's fused kernel
 FUSED_ROWS = 256  # queries of one fused call: the next ones see more keys
 LEAST_FUSED = 64  # queries; fewer are faster as products
 
