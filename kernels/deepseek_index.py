@@ -88,9 +88,8 @@ def _entry_keys(
     bits = tl.load(scores + at, mask=at < capacity, other=0.0).to(tl.int16, bitcast=True)
     key = _ordered(bits)
     if is_masked:
-        is_cut = (
-            tl.cdiv(visible, size) > num_blocks
-        )  # else all blocks are candidates, and none is marked
+        # else all blocks are candidates, and none is marked
+        is_cut = tl.cdiv(visible, size) > num_blocks
         mark = tl.load(candidates + at // size, mask=(at < visible) & is_cut, other=1)
         key = tl.where(mark == 0, LEAST_KEY, key)
     return tl.where(at < visible, key, -1)
@@ -113,9 +112,8 @@ def _block_keys(
 @triton.jit
 def _is_chosen(key, budget: tl.constexpr):
     """Return which are the `budget` largest keys, of equals the first: at least so many are not negative."""
-    limit = (
-        tl.max(key, axis=0) * 0
-    )  # the least key that is chosen, found bit by bit: `budget` keys reach it
+    # the least key that is chosen, found bit by bit: `budget` keys reach it
+    limit = tl.max(key, axis=0) * 0
     for step in tl.static_range(16):
         higher = limit + (1 << (15 - step))
         is_enough = tl.sum((key >= higher).to(tl.int32), axis=0) >= budget

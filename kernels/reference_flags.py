@@ -6,9 +6,8 @@ import time
 
 from torch import Tensor
 
-LINE = (
-    16  # words of a row before its data: a flag has a cache line of its own, and data starts at one
-)
+# words of a row before its data: a flag has a cache line of its own, and data starts at one
+LINE = 16
 
 
 def publish(ticket: Tensor, poison: Tensor, source: Tensor, row: Tensor, count: int) -> None:

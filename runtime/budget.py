@@ -21,12 +21,10 @@ class ModelSizes:
     top_k: int
     embedding_nbytes: int = 0  # always in RAM, with what else the GPU reads there
     host_read_nbytes: int = 0  # of it, what every token reads over the link
-    staged_experts: int | None = (
-        None  # staging rows that a prompt can use; None: as many as are asked for
-    )
-    passing_slots: int | None = (
-        None  # VRAM slots for copies on their way; None: as the route and early copies need
-    )
+    # staging rows that a prompt can use; None: as many as are asked for
+    staged_experts: int | None = None
+    # VRAM slots for copies on their way; None: as the route and early copies need
+    passing_slots: int | None = None
     smaller: str = "model.deltanet=fp8_rows"  # what to set for a smaller model
     # what computing holds beside these is the largest of several lines: (bytes, bytes for each token of a prompt piece)
     scratch: tuple[tuple[int, int], ...] = ((0, 0),)

@@ -356,7 +356,6 @@ HIT_EXPONENT = 0.32  # a of L13: from DeepSeek's runs with 14 and 16 GB of cache
 OVERLAP = 0.55  # s of L14: the middle of what the two models' drive-only runs give, 0.40 and 0.70
 # t_layer of L14: Qwen with all experts in RAM takes 86 ms, of which 46 ms are the link's and 14 ms its dense bytes'
 LAYER_S = 0.53e-3
-REPEAT_EXPONENT = (
-    0.70  # beta of L15: 24 tokens of a prompt touch 17 % of the experts, 2451 touch 99 %
-)
+# beta of L15: 24 tokens of a prompt touch 17 % of the experts, 2451 touch 99 %
+REPEAT_EXPONENT = 0.70
 PROMPT_TOK_S = 200.0  # r of L15: 130 (Qwen) to 400 (DeepSeek) were seen

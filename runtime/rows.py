@@ -23,9 +23,8 @@ from runtime.experts.reader import DirectReader
 from runtime.experts.schedule import ReadJob
 from runtime.units import PAGE_NBYTES, align_down, align_up
 
-MAX_GAP_NBYTES = (
-    4 * PAGE_NBYTES
-)  # two rows this close are one read: a page costs less than a request
+# two rows this close are one read: a page costs less than a request
+MAX_GAP_NBYTES = 4 * PAGE_NBYTES
 
 
 @dataclass(frozen=True, slots=True)

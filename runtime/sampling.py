@@ -21,9 +21,8 @@ class SamplingParams:
     seed: int | None = None
     frequency_penalty: float = 0.0  # taken off a token's logit for each time that the answer has it
     presence_penalty: float = 0.0  # taken off once, if the answer has it
-    repetition_penalty: float = (
-        1.0  # logits of tokens in prompt or answer are divided by it (negative: multiplied)
-    )
+    # logits of tokens in prompt or answer are divided by it (negative: multiplied)
+    repetition_penalty: float = 1.0
     logprobs: int | None = None  # likeliest tokens to tell with each; None: no log-probabilities
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None  # None: up to the window
@@ -108,9 +107,8 @@ class Sampler:
             )
         if p.top_p < 1:
             ordered, order = probabilities.sort(descending=True, stable=True)
-            before = (
-                ordered.cumsum(-1) - ordered
-            )  # a token stays while the mass before it is below top_p
+            # a token stays while the mass before it is below top_p
+            before = ordered.cumsum(-1) - ordered
             keep = torch.zeros_like(order, dtype=torch.bool).scatter(0, order, before < p.top_p)
             probabilities = _keep(probabilities, keep)
         if p.min_p > 0:

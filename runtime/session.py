@@ -228,9 +228,8 @@ class Session:
                     raise Cancelled
                 stats = None
                 if rows.is_empty:
-                    rows.found = (
-                        None  # nothing of it is taken back any more: the states of its rows can go
-                    )
+                    # nothing of it is taken back any more: the states of its rows can go
+                    rows.found = None
                     started, before = time.perf_counter(), self.engine.counters()
                     rows = self._pass(token, limit - count, sampler)
                     fed = len(rows.tokens)

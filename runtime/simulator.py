@@ -39,19 +39,16 @@ class Machine:
     drive_gib_s: float  # of several, what they give together
     latency_us: float = 0.0  # of each read, beside its bytes
     depth: int = 32  # reads that the drive has in work at once; more wait
-    is_shared: bool = (
-        False  # reads in work share the rate; otherwise they are served one after the other
-    )
+    # reads in work share the rate; otherwise they are served one after the other
+    is_shared: bool = False
     link_gib_s: float = 0.0  # from RAM to the GPU; 0: there is none, the CPU computes
-    in_place_gib_s: float = (
-        0.0  # the same link, when a kernel reads RAM in place; 0: as fast as copies
-    )
+    # the same link, when a kernel reads RAM in place; 0: as fast as copies
+    in_place_gib_s: float = 0.0
     vram_gib_s: float = 0.0  # how fast a kernel reads an expert from VRAM; 0: in no time
     expert_ms: float = 0.0  # at least this long computes one expert
     layer_ms: float = 0.0  # computing of a layer beside its routed experts, router included
-    host_ms: float = (
-        0.0  # the host's own work for a layer, before its experts; on a CPU part of the computing
-    )
+    # the host's own work for a layer, before its experts; on a CPU part of the computing
+    host_ms: float = 0.0
     host_after_ms: float = 0.0  # its work behind a layer's launches, while a GPU computes
     token_ms: float = 0.0  # the head, sampling, whatever a token needs once
     drives_gib_s: tuple[float, ...] = ()  # of each of several drives; empty: there is one
@@ -89,9 +86,8 @@ class Setting:
     prefetch_experts: int = 2  # read ahead
     early_copies: int = 0  # copied ahead, with a GPU
     kept_slots: int = 0  # experts that VRAM keeps
-    reads_in_place: bool = (
-        True  # experts in RAM are read where they are; else copied to a slot first
-    )
+    # experts in RAM are read where they are; else copied to a slot first
+    reads_in_place: bool = True
     sweep_rows: int = 32
     window: int = 2
     pieces: int = 4

@@ -335,9 +335,8 @@ class StreamDecoder:
         """shown: as for `decode`."""
         self._codec, self._shown = codec, shown
         self._ids: list[int] = []
-        self._start = (
-            0  # decoding starts here: one piece back, since a tokenizer may look at its neighbour
-        )
+        # decoding starts here: one piece back, since a tokenizer may look at its neighbour
+        self._start = 0
         self._sent = 0
 
     def push(self, token: int) -> str:

@@ -50,9 +50,8 @@ PROBE_RETRIES = 0  # when it is only asked whether a moving name has moved
 
 def params(cfg: RunConfig) -> dict[str, Any]:
     """Return what decides which bytes these are."""
-    is_made = (
-        cfg.model.source is Source.synthetic
-    )  # then the key of the synthetic stage says it all
+    # then the key of the synthetic stage says it all
+    is_made = cfg.model.source is Source.synthetic
     found = {
         "source": cfg.model.source.value,
         "path": None if is_made else cfg.model.path,

@@ -41,9 +41,8 @@ class DoctorConfig:
 
     each_s: float = 0.8  # for each window and number of pieces
     sustained_s: float = 20.0  # with the best of them, to see a drive that throttles
-    probe_gib: float = (
-        1.0  # of a file that is made and deleted, while the model has none of its own
-    )
+    # of a file that is made and deleted, while the model has none of its own
+    probe_gib: float = 1.0
 
 
 # key -> (smallest, largest)

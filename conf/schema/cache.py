@@ -17,12 +17,10 @@ class CachePolicy(Enum):
 class CacheConfig:
     """The RAM tier."""
 
-    ram_gib: float | None = (
-        None  # expert cache; 0: the layer in use and its guesses; null: all that the RAM plan leaves
-    )
-    vram_gib: float | None = (
-        None  # expert slots in VRAM; 0: none but for copies on their way; null: all that is left
-    )
+    # expert cache; 0: the layer in use and its guesses; null: all that the RAM plan leaves
+    ram_gib: float | None = None
+    # expert slots in VRAM; 0: none but for copies on their way; null: all that is left
+    vram_gib: float | None = None
     sweep_experts: int = 32  # experts read ahead while a prompt goes through a layer
     table_rows: int = 65536  # rows of n-gram tables kept in RAM
     policy: CachePolicy = CachePolicy.lru  # who leaves the RAM tier
@@ -37,9 +35,8 @@ class PrefetchConfig:
     """Reading ahead."""
 
     experts: int = 2  # guesses for the next layer, read from the drive in the gap; 0 is none
-    copy: int = (
-        0  # guesses for the next layer that are in RAM, copied to VRAM early (GPU); 0 is none
-    )
+    # guesses for the next layer that are in RAM, copied to VRAM early (GPU); 0 is none
+    copy: int = 0
 
 
 # key -> (smallest, largest)

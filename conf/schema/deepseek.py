@@ -45,21 +45,18 @@ class DeepseekConfig:
     replay: Replay = Replay.exact
     kernels: Kernels = Kernels.auto  # of arithmetic=reference
     head: Head = Head.gpu  # cpu and auto are equal to it within fp32 sums, not bit for bit
-    head_share: float | None = (
-        None  # head=auto: share of the head's rows that the CPU takes; null: measured at the start
-    )
-    fix_index_keys: bool = (
-        False  # arithmetic=reference: at even positions its indexers read stale keys; true: own
-    )
+    # head=auto: share of the head's rows that the CPU takes; null: measured at the start
+    head_share: float | None = None
+    # arithmetic=reference: at even positions its indexers read stale keys; true: own
+    fix_index_keys: bool = False
 
 
 @dataclass
 class PatchConfig:
     """The release's own inference code, with one line changed."""
 
-    allow_unknown: bool = (
-        False  # take a file whose hash is not the known one; the line must be there
-    )
+    # take a file whose hash is not the known one; the line must be there
+    allow_unknown: bool = False
 
 
 # key -> (smallest, largest)

@@ -21,12 +21,10 @@ class DraftsConfig:
 
     enabled: bool = False
     source: DraftSource = DraftSource.auto
-    depth: int | None = (
-        None  # guesses per pass at most; null: as many as the heads give, 4 of a look-up
-    )
-    gate: bool = (
-        True  # learn which depth is fastest, 0 (off) among them; false: always drafts.depth
-    )
+    # guesses per pass at most; null: as many as the heads give, 4 of a look-up
+    depth: int | None = None
+    # learn which depth is fastest, 0 (off) among them; false: always drafts.depth
+    gate: bool = True
     # tokens of the conversation's ending that are looked for in it, the largest number first
     ngrams: list[int] = field(default_factory=lambda: [4, 3, 2])
     ram_gib: float = 0.0  # of the heads' experts kept in RAM; 0: only those of the layer in use

@@ -21,12 +21,10 @@ class PathsConfig:
 
     outputs: str = "outputs"  # all that is made
     snapshots: str = "${paths.outputs}/snapshots"  # states of conversations; may be removed
-    artifacts: str = (
-        "${paths.outputs}/artifacts"  # what the set-up stages make; put it on the fastest drive
-    )
-    hub: str | None = (
-        None  # files of the hub, laid out as its cache is; null: the folder that HF_HUB_CACHE or HF_HOME names
-    )
+    # what the set-up stages make; put it on the fastest drive
+    artifacts: str = "${paths.outputs}/artifacts"
+    # files of the hub, laid out as its cache is; null: the folder that HF_HUB_CACHE or HF_HOME names
+    hub: str | None = None
     memory: str = "${paths.outputs}/memory"  # stores of the living memory
 
 

@@ -22,9 +22,8 @@ class Spread(Enum):
 
     stripe = "stripe"  # each expert on one drive, by its share
     split = "split"  # a slice of each expert on every drive, by its share
-    mirror = (
-        "mirror"  # every expert on every drive: whichever would be first reads, and one may fail
-    )
+    # every expert on every drive: whichever would be first reads, and one may fail
+    mirror = "mirror"
 
 
 class ComputeDtype(Enum):
@@ -40,18 +39,15 @@ class DriveConfig:
     """How the drive is read."""
 
     direct: DirectIo = DirectIo.auto
-    window: int | None = (
-        None  # experts in flight; null: as many as come to 16 MiB, 2 to 8; 2 of several drives
-    )
-    pieces: int | None = (
-        None  # parallel reads per expert; null: one for each 2 MiB, 1 to 4; 4 of several drives
-    )
+    # experts in flight; null: as many as come to 16 MiB, 2 to 8; 2 of several drives
+    window: int | None = None
+    # parallel reads per expert; null: one for each 2 MiB, 1 to 4; 4 of several drives
+    pieces: int | None = None
     piece_kib: int = 128  # but none smaller than this: below, a request costs more than its bytes
     simulate_gib_s: float = 0.0  # pretend the drive gives this many GiB/s; 0 is the real drive
     simulate_latency_us: float = 0.0  # and adds this much to every read
-    process: bool | None = (
-        None  # experts are read by a process of its own, the same bytes; null: with a GPU
-    )
+    # experts are read by a process of its own, the same bytes; null: with a GPU
+    process: bool | None = None
 
 
 @dataclass
@@ -84,19 +80,15 @@ class HwConfig:
     # decode steps as CUDA graphs, the same numbers with all: true or segments, cut at each router, where the host
     # launches what follows; token, one for a whole token, in which the GPU waits for the experts; false or off, none
     graphs: bool | str = True
-    graph_limit_s: float = (
-        20.0  # that the GPU waits for experts with graphs=token; then the answer ends with an error
-    )
-    ram_gib: float | None = (
-        None  # RAM that may be used in all; null: what this machine has available
-    )
-    vram_gib: float | None = (
-        None  # video memory that may be used in all; null: what the card has free
-    )
+    # that the GPU waits for experts with graphs=token; then the answer ends with an error
+    graph_limit_s: float = 20.0
+    # RAM that may be used in all; null: what this machine has available
+    ram_gib: float | None = None
+    # video memory that may be used in all; null: what the card has free
+    vram_gib: float | None = None
     reserve_gib: float = 1.0  # of ram_gib, left to everything else
-    vram_reserve_gib: float = (
-        0.6  # of vram_gib, left to the CUDA context, libraries and the display
-    )
+    # of vram_gib, left to the CUDA context, libraries and the display
+    vram_reserve_gib: float = 0.6
     pin_threads: bool = True  # with a GPU: decoding on one fast core, reader threads on the others
     compute_threads: int = 0  # threads of CPU arithmetic; 0: all cores but one, at most 8
     # with a GPU: of a layer's experts in RAM, the share that the CPU computes while the GPU reads the others: off, auto

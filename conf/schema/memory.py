@@ -79,9 +79,8 @@ class MemoryConfig:
     window: int = 4096  # tokens kept hot, exactly
     sinks: int = 4  # first tokens of the timeline, always in sight
     budget: int = 512  # tokens retrieved per question
-    isolate: bool = (
-        False  # true: what is taken in sees no window of the session before (retrieval may cross)
-    )
+    # true: what is taken in sees no window of the session before (retrieval may cross)
+    isolate: bool = False
     recency_tail: int = 64  # last tokens in sight while a question is answered
     chunk: int = 512  # tokens of one forward
     block: int = 64  # tokens of one stored block
@@ -95,9 +94,8 @@ class MemoryConfig:
     width: Width = Width.auto
     mode: AnswerMode = AnswerMode.auto
     position: PositionMode = PositionMode.auto
-    near_beyond: int | None = (
-        None  # distance from which position=auto moves what is found near; null: 0.95 of the positions trained on
-    )
+    # distance from which position=auto moves what is found near; null: 0.95 of the positions trained on
+    near_beyond: int | None = None
     template: Template = Template.auto
     confidence_target: float = 0.05  # share of unanswerable questions that may pass as answered
     calibration: int = 200  # questions that the confidence is fitted to

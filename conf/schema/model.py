@@ -13,27 +13,24 @@ class Source(Enum):
     bundled = "bundled"  # trained checkpoints inside this project
     local = "local"  # a snapshot folder given by model.path, used in place, never changed
     hub = "hub"  # the Hugging Face hub, at model.revision
-    synthetic = (
-        "synthetic"  # random bytes in the released names and shapes, made by the synthetic stage
-    )
+    # random bytes in the released names and shapes, made by the synthetic stage
+    synthetic = "synthetic"
 
 
 class Deltanet(Enum):
     """How the large DeltaNet matrices are kept."""
 
     bf16 = "bf16"  # as released
-    fp8_rows = (
-        "fp8_rows"  # E4M3 with one scale per row: half the bytes, 2.6 % error on Gaussian rows
-    )
+    # E4M3 with one scale per row: half the bytes, 2.6 % error on Gaussian rows
+    fp8_rows = "fp8_rows"
 
 
 class Weights(Enum):
     """How the matrices of a dense model's layers are kept."""
 
     stored = "stored"  # as released
-    int8_rows = (
-        "int8_rows"  # int8 with one scale per row: 8 bits a weight, 0.9 % error on Gaussian rows
-    )
+    # int8 with one scale per row: 8 bits a weight, 0.9 % error on Gaussian rows
+    int8_rows = "int8_rows"
     nvfp4 = "nvfp4"  # E2M1 with an E4M3 scale for each 16: 4.5 bits a weight, 8.7 % error; the head as int8_rows
 
 
@@ -52,17 +49,14 @@ class SamplingConfig:
 class SyntheticConfig:
     """A checkpoint of random bytes (source=synthetic): released names, dtypes and per-tensor shapes, fewer of them."""
 
-    experts: int | None = (
-        None  # per layer; null: as many as disk_gib allows, at most the released number
-    )
+    # per layer; null: as many as disk_gib allows, at most the released number
+    experts: int | None = None
     layers: int | None = None  # null: as released
-    disk_gib: float = (
-        60.0  # for all that the set-up makes of it: checkpoint, pack, residents, a quantised copy
-    )
+    # for all that the set-up makes of it: checkpoint, pack, residents, a quantised copy
+    disk_gib: float = 60.0
     ngram_rows: int = 2**20  # of each n-gram table, about; released: 320 million, 2 x 384 million
-    skew: float = (
-        0.5  # of the routing: standard deviation of the log of the router's row norms; 0 is even
-    )
+    # of the routing: standard deviation of the log of the router's row norms; 0 is even
+    skew: float = 0.5
     seed: int = 0  # same seed and sizes, same bytes
 
 

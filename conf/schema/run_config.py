@@ -49,9 +49,8 @@ class RunConfig:
     dry_run: bool = False  # only say what would run, and why
     # false: start even where a drive seems too small, for filesystems that compress or grow
     check_disk: bool = True
-    record: bool = (
-        False  # bench, chat and serve write every route to routes.bin in the run's folder
-    )
+    # bench, chat and serve write every route to routes.bin in the run's folder
+    record: bool = False
     # in a sweep: bench, chat and verify run one at a time on a machine, whatever launcher starts them
     measure_alone: bool = True
     prompt: str | None = None  # for stages=[chat]

@@ -39,9 +39,8 @@ class Machine:
     psu_w: float | None = None
     load_w: float | None = None
     is_here: bool = False  # the machine that this runs on, as it is
-    measured: Mapping[str, Any] | None = (
-        None  # here by `doctor`: when, and which rates are not steady
-    )
+    # here by `doctor`: when, and which rates are not steady
+    measured: Mapping[str, Any] | None = None
 
     @property
     def runs_of(self) -> str | None:

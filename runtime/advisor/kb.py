@@ -133,9 +133,8 @@ def load(root: Path = DEFAULT_ROOT) -> KnowledgeBase:
     schemas = _schemas(root, faults)
     documents: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in FILES}
     law_file: Any = None
-    unread: set[str] = (
-        set()
-    )  # kinds whose file cannot be read: nothing is said about references to them
+    # kinds whose file cannot be read: nothing is said about references to them
+    unread: set[str] = set()
     present: set[str] = set()  # ids that stand in a file, also of documents with mistakes
     for kind, stem in FILES.items():
         name = f"{stem}.yaml"

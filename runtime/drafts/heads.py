@@ -23,9 +23,8 @@ class Proposal:
 
     tokens: list[int]
     logits: Tensor  # [len(tokens), V] fp32
-    confidence: Tensor | None = (
-        None  # [len(tokens)] fp32, logits of "accepted if those before it are"
-    )
+    # [len(tokens)] fp32, logits of "accepted if those before it are"
+    confidence: Tensor | None = None
 
 
 class HeadsState(Protocol):

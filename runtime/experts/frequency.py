@@ -27,9 +27,8 @@ class KeptExperts:
         self._coldest: list[
             tuple[float, int]
         ] = []  # heap of the kept; scores may be old, so too low
-        self._unit = (
-            1.0  # what a use counts now: later ones weigh more, instead of all earlier ones less
-        )
+        # what a use counts now: later ones weigh more, instead of all earlier ones less
+        self._unit = 1.0
         self._growth = 2 ** (1 / (HALF_LIFE_TOKENS * num_layers))
         self._bar = 0.0 if self._free else math.inf
 

@@ -20,9 +20,8 @@ PACK_BLOCKS = "experts.bin"
 PACK_SCALARS = "scalars.f32"
 CHECKSUMS_NAME = "checksums.bin"  # in a pack, or of experts inside released files
 CHECKSUM_NBYTES = 8  # of blake3, per run of an expert's bytes: a packed block is one
-SCALARS_PER_EXPERT = (
-    6  # global scales of gate, up, down; input scales of gate, up, down (NaN where absent)
-)
+# global scales of gate, up, down; input scales of gate, up, down (NaN where absent)
+SCALARS_PER_EXPERT = 6
 
 _AGAIN = "run the repack stage again: python run.py stages=[repack] force=[repack]"
 

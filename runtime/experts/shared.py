@@ -42,9 +42,8 @@ class Conversation(greenlet):
 
     def __init__(self, run: Callable[[], object]) -> None:
         super().__init__(run)
-        self.ask: Ask | None = (
-            None  # what it is parked with; None: not started, in a prompt, or over
-        )
+        # what it is parked with; None: not started, in a prompt, or over
+        self.ask: Ask | None = None
 
     def go_on(self, wave: Wave | None = None) -> Ask | Signal | None:
         """Run until it parks, and return with what; None when it is over. Raises what it does not catch."""

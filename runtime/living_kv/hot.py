@@ -90,17 +90,15 @@ class HotState:
         """Forget everything; the next token stands at `position`."""
         self.position = self.hot_start = position
         self.num_sinks = self.num_retrieved = 0
-        self.floor: int | None = (
-            None  # a query sees hot tokens from here on, however far; None: its window
-        )
+        # a query sees hot tokens from here on, however far; None: its window
+        self.floor: int | None = None
         self.border = 0  # nothing taken in sees hot tokens before it, sinks apart
         self._count = 0
         self._first = self._hot_at
         self._visible: Tensor | None = None
         self._chunks: ChunkedForward | None = None  # of the present forward, in `Mode.dca`
-        self._is_step = (
-            False  # the present forward is one token that finds all it needs at fixed addresses
-        )
+        # the present forward is one token that finds all it needs at fixed addresses
+        self._is_step = False
 
     # ---- filling --------------------------------------------------------------------------------------------------
 

@@ -17,9 +17,8 @@ from runtime.living_kv.store import Store, Update
 
 Array = np.ndarray[Any, Any]
 ERASED_TOKEN = -1
-GROUP_TOKENS = (
-    4096  # of a rewritten commit: 120 MB of a 7B's blocks in RAM, whatever the store holds
-)
+# of a rewritten commit: 120 MB of a 7B's blocks in RAM, whatever the store holds
+GROUP_TOKENS = 4096
 
 
 def session_texts(store: Store) -> Iterator[tuple[Session, bytes]]:

@@ -102,9 +102,8 @@ class Store:
         self.commits = list(commits)
         self.commit = self.commits[-1] if self.commits else Commit()
         self.bad_blocks: set[int] = set()
-        self._checked: set[tuple[str, int]] = (
-            set()
-        )  # (file, start) of ranges whose bytes were found right
+        # (file, start) of ranges whose bytes were found right
+        self._checked: set[tuple[str, int]] = set()
         self._good_blocks: set[int] = set()
         self._maps: dict[str, mmap.mmap] = {}
         self.read_nbytes = 0  # of block records

@@ -170,9 +170,8 @@ def _sizes(
     )
 
 
-WORKSPACE_NBYTES = (
-    160 * 2**20
-)  # of libraries and captured graphs, and what the allocator cannot hand out again
+# of libraries and captured graphs, and what the allocator cannot hand out again
+WORKSPACE_NBYTES = 160 * 2**20
 
 
 def _scratch(spec: DeepseekSpec, context: int) -> tuple[tuple[int, int], ...]:

@@ -306,12 +306,10 @@ class DeepseekModel:
         self.rows: EngramReader | None = None  # set where rows come from the drive
         self.pinned: HostArena | None = None  # the head's memory, with a GPU
         self.head_split: HeadSplit | None = None  # with a GPU: the CPU's part; None: it has none
-        self.decoder: Decoder | Lanes | None = (
-            None  # on a GPU: decodes instead of the layers' own path
-        )
-        self.chunk_tokens: int | None = (
-            None  # of a prompt, through everything but the experts; None: all
-        )
+        # on a GPU: decodes instead of the layers' own path
+        self.decoder: Decoder | Lanes | None = None
+        # of a prompt, through everything but the experts; None: all
+        self.chunk_tokens: int | None = None
         self.engram_rows, self.row_ids, self.max_positions = engram_rows, row_ids, max_positions
         self.embedding = weights["embed.weight"]
         self.head, self.norm = weights["head.weight"], weights["norm.weight"]

@@ -17,9 +17,8 @@ from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import Fp4Shape, ShardLayout, expert_tensors
 from runtime.models.release_config import keys_named, require
 
-QUANT_BLOCK = (
-    32  # rows and columns of an FP8 matrix that share an E8M0 scale; columns of an Engram row
-)
+# rows and columns of an FP8 matrix that share an E8M0 scale; columns of an Engram row
+QUANT_BLOCK = 32
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]  # name in the checkpoint -> (dtype, shape)
 

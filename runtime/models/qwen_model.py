@@ -159,9 +159,8 @@ class DeltaNet:
         self.beta_decay = joined(
             [weights[f"{name}.in_proj_b.weight"], weights[f"{name}.in_proj_a.weight"]]
         )
-        self.taps = (
-            weights[f"{name}.conv1d.weight"].squeeze(1).t().contiguous()
-        )  # [kernel, conv_width]
+        # [kernel, conv_width]
+        self.taps = weights[f"{name}.conv1d.weight"].squeeze(1).t().contiguous()
         self.rate = -weights[f"{name}.A_log"].float().exp()
         self.dt_bias = weights[f"{name}.dt_bias"].float()
         self.norm = weights[f"{name}.norm.weight"].float()
@@ -370,9 +369,8 @@ class QwenModel:
         for i in layers[:-1]:
             self.moes[i].expect(self.moes[i + 1], self.mlp_mixers[i], self.mlp_mixers[i + 1])
         self.ple = Ple(weights, spec, table_scale)
-        self.decoder: Decoder | Lanes | None = (
-            None  # decodes instead of the layers' own path, where it is set
-        )
+        # decodes instead of the layers' own path, where it is set
+        self.decoder: Decoder | Lanes | None = None
         self.keeps_streams = False  # whether `taps` is asked for after each forward
         self.streams: Tensor | None = None
 

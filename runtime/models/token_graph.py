@@ -123,9 +123,8 @@ class TokenGraph:
         self.route, self.table = zeros(words(route_words)), zeros(words(table_words))
         self._number = 0  # of the step, even
         self.wait_ns = 0  # the host, for the graph and for copies
-        self._breathe = (
-            select.poll().poll
-        )  # with 0: lets other threads go on; `time.sleep(0)` may take 70 us
+        # with 0: lets other threads go on; `time.sleep(0)` may take 70 us
+        self._breathe = select.poll().poll
 
     # ---- the graph's part ------------------------------------------------------------------------------------------
 

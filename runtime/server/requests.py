@@ -161,9 +161,8 @@ class ChatRequest(Request):
 
     messages: list[dict[str, Any]]
     options: ChatOptions
-    forced: str | None = (
-        None  # the tool that must be called; "" is any of them; None: the model decides
-    )
+    # the tool that must be called; "" is any of them; None: the model decides
+    forced: str | None = None
     memory: Mapping[str, Any] | None = None  # the store that answers, and how: see `question`
 
     @property

@@ -30,9 +30,8 @@ from tests.faulty_drives import ChildDrive
 from tests.gpu.test_full_shape import CONTEXT, EXPERTS, LAYERS, VOCAB, RandomExperts, RandomRows
 
 pytestmark = pytest.mark.gpu
-HANGS_S = (
-    120  # a test of a few seconds; the stacks of all threads are printed then, and the run ends
-)
+# a test of a few seconds; the stacks of all threads are printed then, and the run ends
+HANGS_S = 120
 LIMIT_S = 5.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 

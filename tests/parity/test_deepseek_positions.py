@@ -34,9 +34,8 @@ LENGTHS = [1, 2, 3, 127, 128, 129, 255, 256, 257]
 NUM_TOKENS = 260
 LONGEST = 8192
 EXACT = 1e-4  # largest rms of a row of logits; measured 5e-7, the head's product
-PLAIN_MEDIAN = (
-    1e-5  # measured 1e-7; where lists of entries had holes in a prompt and none in decoding, 0.05
-)
+# measured 1e-7; where lists of entries had holes in a prompt and none in decoding, 0.05
+PLAIN_MEDIAN = 1e-5
 PLAIN_EQUAL = 0.99  # of the greedy tokens; measured 1
 
 
