@@ -72,9 +72,8 @@ def main(argv: list[str]) -> int:
         )
         return 130
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # nobody reads stdout any more
+        # nobody reads stdout any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 

@@ -267,9 +267,8 @@ def plan_memory(
         spare = min(sizes.top_k + guess_rows, all_experts) - rows
         if 0 < spare < room_rows:
             rows, room_rows = rows + spare, room_rows - spare
-        sweep_rows = max(
-            1, min(sweep_rows, room_rows)
-        )  # little room: the prompt's staging gives way first
+        # little room: the prompt's staging gives way first
+        sweep_rows = max(1, min(sweep_rows, room_rows))
     plan = MemoryPlan(
         limit_nbytes,
         residents,

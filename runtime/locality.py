@@ -71,9 +71,8 @@ def generate(header: RouteHeader, locality: Locality, num_tokens: int, seed: int
         kept = before & (rng.random((layers, experts)) < locality.persistence)
         drawn = liking + rng.gumbel(size=(layers, experts))
         chosen = _best(np.where(kept, np.inf, drawn), top_k)
-        route = np.take_along_axis(
-            chosen, np.argsort(rng.random((layers, top_k)), axis=1), axis=1
-        )  # router order says nothing of how an expert was chosen
+        # router order says nothing of how an expert was chosen
+        route = np.take_along_axis(chosen, np.argsort(rng.random((layers, top_k)), axis=1), axis=1)
         before = np.zeros_like(before)
         before[rows, route] = True
         others = np.where(before, -np.inf, liking + rng.gumbel(size=(layers, experts)))

@@ -112,9 +112,8 @@ class RunSummary:
     hit_rate: float  # found in RAM or VRAM
     tokens_per_pass: float  # 1 without drafts
     counters: ExpertCounters
-    floors_ms: dict[
-        str, float
-    ]  # per token, each on its own: drive (without wasted guesses), pcie, memory
+    # per token, each on its own: drive (without wasted guesses), pcie, memory
+    floors_ms: dict[str, float]
     floor_ms: float  # the largest of them
     efficiency: float  # floor_ms / achieved ms
     rates: Rates = field(default_factory=Rates)

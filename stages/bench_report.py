@@ -22,16 +22,8 @@ from runtime.units import MIB, format_nbytes
 log = logging.getLogger("stages")
 
 LIBRARIES = ("torch", "triton", "numpy")
-GROUPS = (
-    "model",
-    "hw",
-    "cache",
-    "prefetch",
-    "drafts",
-    "deepseek",
-    "serve",
-    "bench",
-)  # of the config: what a speed depends on
+# of the config: what a speed depends on
+GROUPS = ("model", "hw", "cache", "prefetch", "drafts", "deepseek", "serve", "bench")
 HEADER = (
     *("repeat", "tok/s", "p50 ms", "p95 ms", "drive ms", "rows ms", "device ms", "host ms"),
     *("MiB read", "MiB PCIe", "hits", "floor ms", "efficiency"),

@@ -101,12 +101,10 @@ class StageContext:
     runner: Runner
     facts: dict[str, Any] = field(default_factory=dict)  # goes into the record
     external: dict[Path, str] = field(default_factory=dict)  # files used in place -> blake3
-    digests: dict[str, str] = field(
-        default_factory=dict
-    )  # output file -> its hash, where the stage knows it already
-    units: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # finished unit -> what `done` was told
+    # output file -> its hash, where the stage knows it already
+    digests: dict[str, str] = field(default_factory=dict)
+    # finished unit -> what `done` was told
+    units: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def todo(self, units: Sequence[str], what: str, nbytes_each: int = 0) -> Iterator[str]:
         """Yield the units that are not journalled yet, with progress."""

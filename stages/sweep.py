@@ -44,14 +44,8 @@ from stages.sweep_report import (
 
 log = logging.getLogger("stages")
 
-NOT_IDENTITY = (
-    "hydra",
-    "paths",
-    "force",
-    "dry_run",
-    "measure_alone",
-    "check_disk",
-)  # change no result
+# change no result
+NOT_IDENTITY = ("hydra", "paths", "force", "dry_run", "measure_alone", "check_disk")
 MEASURING = ("bench", "chat", "verify")  # stages whose figures another job would spoil
 CRASH_EXIT_CODE = 1
 

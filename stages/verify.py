@@ -17,14 +17,8 @@ from stages.opening import engine_files, setup_stages, uses_published_code
 from stages.verify_published import PUBLISHED_PARTS
 from stages.verify_rows import PARTS, Case
 
-MADE = (
-    "download",
-    "patch",
-    "mirror",
-    "repack",
-    "checksums",
-    "residents",
-)  # what an engine may need
+# what an engine may need
+MADE = ("download", "patch", "mirror", "repack", "checksums", "residents")
 
 
 def params(cfg: RunConfig) -> dict[str, Any]:

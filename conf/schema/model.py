@@ -77,9 +77,8 @@ class ModelConfig:
     leave_out: list[str] = field(default_factory=list)
     files_gib: float | None = None  # of all wanted files, for plans before any is here
     released: str | None = None  # folder with this model's config.json, for the same purpose
-    setup: list[str] = field(
-        default_factory=list
-    )  # stages that make what an engine opens, in order
+    # stages that make what an engine opens, in order
+    setup: list[str] = field(default_factory=list)
     context_tokens: int = 4096  # window; memory for keys and values grows with it
     prefill_tokens: int = 512  # a prompt goes through the layers in pieces of this many tokens
     deltanet: Deltanet = Deltanet.bf16

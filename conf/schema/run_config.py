@@ -40,12 +40,10 @@ class RunConfig:
     advise: AdviseConfig = field(default_factory=AdviseConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
-    stages: list[str] = field(
-        default_factory=lambda: ["serve"]
-    )  # what to run; set-up stages run first where needed
-    force: Any = field(
-        default_factory=list
-    )  # stages to run again; true also lets serve start on a red verify
+    # what to run; set-up stages run first where needed
+    stages: list[str] = field(default_factory=lambda: ["serve"])
+    # stages to run again; true also lets serve start on a red verify
+    force: Any = field(default_factory=list)
     dry_run: bool = False  # only say what would run, and why
     # false: start even where a drive seems too small, for filesystems that compress or grow
     check_disk: bool = True

@@ -20,9 +20,8 @@ class ServeConfig:
     api_key: str | None = None  # that requests must send; better in a file, or in NVMOE_API_KEY
     api_key_file: str | None = None  # a file whose first line is the key
     open_metrics: bool = True  # /metrics without the key
-    cors_origins: list[str] = field(
-        default_factory=list
-    )  # pages of other hosts that may use this server from a browser; ["*"]: all
+    # pages of other hosts that may use this server from a browser; ["*"]: all
+    cors_origins: list[str] = field(default_factory=list)
     reasoning_alias: bool = False  # send `reasoning` beside `reasoning_content`
 
 

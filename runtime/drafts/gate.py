@@ -50,9 +50,8 @@ class DepthGate:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self._depths = [_Depth(_Mean(), _Mean()) for _ in range(depth + 1)]
-        self._accepted = [
-            _Mean() for _ in range(depth)
-        ]  # share of guesses i that were right, if those before were
+        # share of guesses i that were right, if those before were
+        self._accepted = [_Mean() for _ in range(depth)]
         self._passes = 0
         self._wanted = depth  # by the last choice
         self._since_probe = 0

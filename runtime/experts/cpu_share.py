@@ -31,9 +31,8 @@ MOST_RECORDS = 128  # that are measured in turn: more than the CPU's caches hold
 class Workers:
     """Who computes experts in RAM beside a GPU."""
 
-    cpus: Collection[
-        int
-    ]  # for the threads beside the one that decodes; none: wherever the system puts them
+    # for the threads beside the one that decodes; none: wherever the system puts them
+    cpus: Collection[int]
     num_threads: int  # the decoding one among them
     records: Sequence[Tensor]  # rows of the RAM cache to measure with, whatever is in them
 

@@ -50,9 +50,8 @@ class DirectReader:
         self._queue = make_queue(self._depth.window)
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # workers wait for work
-        self._finished = threading.Condition(
-            lock
-        )  # `wait` waits for jobs; a wake-up must not go astray between them
+        # `wait` waits for jobs; a wake-up must not go astray between them
+        self._finished = threading.Condition(lock)
         self._is_closing = False
         self._threads = [
             threading.Thread(target=self._work, name=f"reader-{i}", daemon=True)

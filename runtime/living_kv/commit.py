@@ -73,9 +73,8 @@ class Log:
 
     commits: tuple[Commit, ...]  # whole and chained, oldest first
     nbytes: int  # of these
-    damaged: tuple[
-        int, ...
-    ]  # line numbers (from 1) that are not whole although a whole one follows
+    # line numbers (from 1) that are not whole although a whole one follows
+    damaged: tuple[int, ...]
 
 
 def scan(raw: bytes) -> Log:

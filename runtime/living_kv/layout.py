@@ -18,9 +18,8 @@ from runtime.living_kv.errors import StoreNotFoundError, StoreRefusedError, chec
 FORMAT_VERSION = 1
 HEADER_NAME = "HEADER.json"
 BLOCK_MAGIC = b"LKVB"
-BLOCK_HEADER = struct.Struct(
-    "<4sHHHHQHH40x"
-)  # magic, version, layers, heads, dim, first position, tokens, flags
+# magic, version, layers, heads, dim, first position, tokens, flags
+BLOCK_HEADER = struct.Struct("<4sHHHHQHH40x")
 TEXT, SPANS, TOKENS, VECTORS = "txt/000001.txt", "txt/spans.bin", "tok/tokens.bin", "idx/000001.vec"
 TABLE, SESSIONS, TOMBSTONES = "kv/blocks.tbl", "sessions.jsonl", "txt/tombstones.bin"
 

@@ -90,9 +90,8 @@ class ChunkedForward:
         Returns [T, heads, D].
         """
         repeat = q.shape[1] // k.shape[1]
-        k, v = (
-            x.repeat_interleave(repeat, dim=1).transpose(0, 1).float() for x in (k, v)
-        )  # [heads, S, D]
+        # [heads, S, D]
+        k, v = (x.repeat_interleave(repeat, dim=1).transpose(0, 1).float() for x in (k, v))
         scores = torch.empty(q.shape[1], q.shape[0], k.shape[1], device=q.device)
         for turn, chosen in zip(self._turns, self._chosen, strict=True):
             turned = rotate(q, *turn).transpose(0, 1).float()

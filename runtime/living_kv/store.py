@@ -62,9 +62,8 @@ KV_FILE_NBYTES = 4 * 2**30  # a block file is closed before it grows beyond this
 class Update:
     """What one commit adds."""
 
-    blocks: list[tuple[int, int, bytes]] = field(
-        default_factory=list
-    )  # first position, tokens, payload
+    # first position, tokens, payload
+    blocks: list[tuple[int, int, bytes]] = field(default_factory=list)
     tokens: Sequence[int] = ()
     sentences: Sequence[
         tuple[int, int, int, int, int]

@@ -98,9 +98,8 @@ class DraftState(DeepseekState):
     def __init__(self, spec: DeepseekSpec) -> None:
         """spec: of the stages."""
         self.reach = spec.window
-        super().__init__(
-            dataclasses.replace(spec, window=spec.window + spec.dspark_block + 1)
-        )  # the base class keeps position p in row p mod window
+        # the base class keeps position p in row p mod window
+        super().__init__(dataclasses.replace(spec, window=spec.window + spec.dspark_block + 1))
         self.oldest = 0  # position still in the rings
 
     def window(self, layer: int, start: int) -> Tensor:

@@ -61,9 +61,8 @@ class DeepseekSpec:
     swiglu_limit: float
     eps: float
     window: int
-    compress_ratios: tuple[
-        int, ...
-    ]  # per backbone layer: tokens of an entry that it reads, 0 for none
+    # per backbone layer: tokens of an entry that it reads, 0 for none
+    compress_ratios: tuple[int, ...]
     kv_sources: tuple[int, ...]
     index_sources: tuple[int, ...]
     index_heads: int

@@ -117,9 +117,8 @@ class TokenGraph:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         self._ticket, self._poison = zeros(2), zeros(1)
-        self._closed = zeros(
-            num_layers + 1, LINE
-        )  # layers whose last wave has come; the last row is never closed
+        # layers whose last wave has come; the last row is never closed
+        self._closed = zeros(num_layers + 1, LINE)
         self.route, self.table = zeros(words(route_words)), zeros(words(table_words))
         self._number = 0  # of the step, even
         self.wait_ns = 0  # the host, for the graph and for copies

@@ -31,9 +31,8 @@ def test_rows_say_what_was_moved_and_memory_is_flat(tmp_path, weights):
     rows = list(measure(model, config, tmp_path / "store", 3000))
     assert rows[-1].tokens >= 3000
     assert rows[0].tokens < 0.2 * rows[-1].tokens
-    peaks = {
-        row.peak_nbytes for row in rows[1:]
-    }  # the first row may still lack the buffers of questions
+    # the first row may still lack the buffers of questions
+    peaks = {row.peak_nbytes for row in rows[1:]}
     assert len(peaks) == 1
     assert predicted_nbytes(model, config) > model.dense_nbytes
     far = rows[-1]

@@ -181,9 +181,8 @@ def test_a_bit_that_turns_on_its_way(made, monkeypatch, fault_row):
 
     def preadv(fd, buffers, offset):
         got = os.preadv(fd, buffers, offset)
-        turn[0] -= (
-            got > 16384
-        )  # a whole expert's: the middle of a smaller one may be its neighbour's
+        # a whole expert's: the middle of a smaller one may be its neighbour's
+        turn[0] -= got > 16384
         if turn[0] == 0 and got > 16384:
             buffers[0][got // 2] ^= 16
         return got

@@ -64,9 +64,8 @@ def test_from_nothing_to_the_reference_answer(tmp_path, tiny_qwen):
     assert_plain(done.stdout)
     (path,) = (tmp_path / "outputs").glob("runs/*/*/result.json")
     result = json.loads(path.read_text())
-    tokens = result[
-        "tokens"
-    ]  # the first token comes out of the prompt and has no record of its own
+    # the first token comes out of the prompt and has no record of its own
+    tokens = result["tokens"]
     assert [token["position"] for token in tokens] == list(
         range(len(story["prompt_ids"]) + 1, len(story["prompt_ids"]) + length)
     )

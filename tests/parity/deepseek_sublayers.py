@@ -108,9 +108,8 @@ class Layer:
 
     streams: list[Tensor] = dataclasses.field(default_factory=list)  # that mixes are made of
     mixes: list[tuple[Tensor, ...]] = dataclasses.field(default_factory=list)  # pre, post, comb
-    pre: list[Tensor] = dataclasses.field(
-        default_factory=list
-    )  # the last layer's third is the head's
+    # the last layer's third is the head's
+    pre: list[Tensor] = dataclasses.field(default_factory=list)
     inputs: list[Tensor] = dataclasses.field(default_factory=list)  # read and normed
     written: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)  # (y, streams)
     attention: tuple[Tensor, ...] = ()  # q, entries, o

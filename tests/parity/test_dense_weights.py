@@ -103,9 +103,8 @@ def test_logits_are_those_of_the_decoded_weights(released, make_config, tmp_path
     reference = type(model)(model.config).double().eval()
     state = {name: t.double() for name, t in model.state_dict().items()} | values
     reference.load_state_dict(state, strict=False)
-    reference.lm_head.weight = torch.nn.Parameter(
-        values["lm_head.weight"]
-    )  # a tied head is rounded, its table is not
+    # a tied head is rounded, its table is not
+    reference.lm_head.weight = torch.nn.Parameter(values["lm_head.weight"])
     reference.model.embed_tokens.weight = torch.nn.Parameter(
         model.model.embed_tokens.weight.double()
     )

@@ -172,9 +172,8 @@ def change(state, path):
 def test_everything_that_a_state_holds_is_copied(open_family, heldout_tokens, family):
     engine = open_family(family)
     session = Session(engine)
-    session.sync(
-        make_prompt(engine, heldout_tokens, 0, 77)
-    )  # odd: tails and open blocks are not empty
+    # odd: tails and open blocks are not empty
+    session.sync(make_prompt(engine, heldout_tokens, 0, 77))
     whole = session._state.tensors()
     paths = list(leaves(session._state))
     assert len(paths) > 10

@@ -17,11 +17,8 @@ from runtime.models.deepseek_state import Compressed, DeepseekState
 from tests.parity.deepseek_golden import GOLDEN, spec_of
 
 SPEC = spec_of(GOLDEN / "checkpoint")
-WINDOW_LAYER, PAIRS, LAST = (
-    0,
-    1,
-    3,
-)  # no compressed entries; a source of groups of two; the candidate source
+# no compressed entries; a source of groups of two; the candidate source
+WINDOW_LAYER, PAIRS, LAST = (0, 1, 3)
 MAX_POSITION = 8192
 
 

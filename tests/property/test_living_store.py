@@ -203,9 +203,8 @@ def test_any_flipped_byte_is_found_and_named(tmp_path):
             raw = bytearray(path.read_bytes())
             at = rng.randrange(len(raw))
             if name == "commits.log":
-                at = rng.randrange(
-                    raw.rindex(b"\n", 0, -1)
-                )  # the last line alone would look like a cut write
+                # the last line alone would look like a cut write
+                at = rng.randrange(raw.rindex(b"\n", 0, -1))
             raw[at] ^= 1 << rng.randrange(8)
             good = path.read_bytes()
             path.write_bytes(raw)
@@ -313,9 +312,8 @@ def test_pruned_sentences_are_hidden_then_gone(tmp_path):
     store = Store.open(root, is_writer=True)
     assert store.verify() == []
     assert store.text_of(3) == text_of(2)[len(secret) :]
-    keys = np.frombuffer(store.read_block(1)[:PAYLOAD], "<f4").reshape(
-        2, 2, 16, 4
-    )  # layer, K or V, token, dim
+    # layer, K or V, token, dim
+    keys = np.frombuffer(store.read_block(1)[:PAYLOAD], "<f4").reshape(2, 2, 16, 4)
     lo, hi = int(store.sentences["lo"][2]), int(store.sentences["hi"][2])
     assert not keys[:, :, lo - 16 : hi - 16].any()
     store.append(Update(tail=store.tail or None))  # and it goes on

@@ -19,14 +19,10 @@ from stages.core import Runner
 from stages.doctor_record import changes, drive_identity, machine_identity, read_record
 
 GIB = 2**30
-RATES = {
-    "ram_gib_s": 33.2025,
-    "drive_gib_s": 0.35747,
-}  # of a virtual drive, as doctor recorded them
-EXPERTS_PER_TOKEN, EXPERT_NBYTES = (
-    48,
-    20748,
-)  # of the tiny model: 8 layers, 6 experts each, unpadded
+# of a virtual drive, as doctor recorded them
+RATES = {"ram_gib_s": 33.2025, "drive_gib_s": 0.35747}
+# of the tiny model: 8 layers, 6 experts each, unpadded
+EXPERTS_PER_TOKEN, EXPERT_NBYTES = (48, 20748)
 
 
 def record(folder, rates=RATES, machine=None, interface=None, **more):

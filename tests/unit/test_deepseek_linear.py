@@ -38,9 +38,8 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 def test_activations_are_rounded_to_the_last_bit():
     generator = torch.Generator().manual_seed(0)
     x = random_x(generator, 1000, 96)
-    edges = torch.tensor(
-        [448.0 * 2.0**n for n in range(-20, 12)]
-    )  # where the scale takes its next step
+    # where the scale takes its next step
+    edges = torch.tensor([448.0 * 2.0**n for n in range(-20, 12)])
     for row, edge in enumerate(edges):
         x[row] = torch.linspace(-1, 1, 96) * edge
     x[40, :4] = torch.tensor([464.0, 465.0, -464.0, 3.0])  # ties of the largest step

@@ -200,9 +200,8 @@ def test_forgetting_and_prompts():
 
 # ---- the drives ------------------------------------------------------------------------------------------------------
 
-reads = st.lists(
-    st.tuples(st.floats(0, 2), st.integers(1, 2**20)), min_size=1, max_size=12
-)  # pause before it, bytes
+# pause before it, bytes
+reads = st.lists(st.tuples(st.floats(0, 2), st.integers(1, 2**20)), min_size=1, max_size=12)
 
 
 def drain(drive, begins) -> dict[int, float]:
