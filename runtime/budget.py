@@ -255,9 +255,8 @@ def plan_memory(
     if cache_gib is None:
         sweep_rows = sizes.staging_rows(sweep_experts)
         rows = min(all_experts, (limit_nbytes - fixed) // sizes.record_nbytes - sweep_rows)
-        if (
-            rows < sizes.top_k and sweep_rows > 1
-        ):  # little room: the prompt's staging gives way first
+        # little room: the prompt's staging gives way first
+        if rows < sizes.top_k and sweep_rows > 1:
             sweep_rows = 1
             rows = min(all_experts, (limit_nbytes - fixed) // sizes.record_nbytes - sweep_rows)
     else:

@@ -481,10 +481,8 @@ class Runner:
             final.rename(replaced)
         partial.rename(final)
         fsync_folder(final.parent)
-        for name in (
-            JOURNAL_NAME,
-            PLAN_NAME,
-        ):  # after the rename: a crash before it can still go on
+        # after the rename: a crash before it can still go on
+        for name in (JOURNAL_NAME, PLAN_NAME):
             (final / name).unlink(missing_ok=True)
         shutil.rmtree(replaced, ignore_errors=True)
 

@@ -51,9 +51,8 @@ class LayerSlots(InFront):
         if self.listener is not None:
             self.listener.swept(layer, ids)
         copier = self._copier
-        if (
-            self._last is not None
-        ):  # also of a sweep that was given up: the source takes its records back
+        # also of a sweep that was given up: the source takes its records back
+        if self._last is not None:
             copier.synchronize(self._last)
             self._last = None
         here = self._loaded.intersection(ids)

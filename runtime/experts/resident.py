@@ -34,9 +34,8 @@ class ResidentExperts(InRows):
         errors, left = [], len(keys)
         while left:
             job = done.get()
-            if (
-                job.orphans is not None
-            ):  # a row is one expert's for ever: what comes late is the same
+            # a row is one expert's for ever: what comes late is the same
+            if job.orphans is not None:
                 assert job.orphans.restart is not None
                 job.orphans.restart(job.buffer)
                 continue

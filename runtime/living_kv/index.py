@@ -93,9 +93,8 @@ class VectorIndex:
             if len(unit) < len(raw):
                 self._unit[i] = np.empty((len(raw) + len(raw) // 8, unit.shape[1]), np.float32)
                 self._unit[i][:start] = unit[:start]
-        for at in range(
-            start, len(raw), CHUNK
-        ):  # what is read may be a mapped file: little of it at once
+        # what is read may be a mapped file: little of it at once
+        for at in range(start, len(raw), CHUNK):
             rows = slice(at, min(at + CHUNK, len(raw)))
             for i, (unit, found) in enumerate(zip(self._unit, self._statistics, strict=True)):
                 unit[rows] = found.normalised(parts[rows, i])

@@ -262,9 +262,8 @@ class Store:
             try:
                 files.append(log_path, at, commit.line())
             except BaseException:
-                with contextlib.suppress(
-                    OSError
-                ):  # a line that may be whole must not come to light later
+                # a line that may be whole must not come to light later
+                with contextlib.suppress(OSError):
                     os.truncate(log_path, at)
                 raise
         except OSError as error:

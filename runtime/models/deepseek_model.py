@@ -196,9 +196,8 @@ class Attention:
             fp8_matrix(weights, f"{name}.{part}") for part in ("wq_a", "wq_b", "wkv", "wo_b")
         )
         self.wo_a = fp8_matrix(weights, f"{name}.wo_a")
-        if isinstance(
-            self.wo_a, Tensor
-        ):  # expanded from FP8 exactly: a product with a power of two
+        # expanded from FP8 exactly: a product with a power of two
+        if isinstance(self.wo_a, Tensor):
             self.wo_a = self.wo_a.to(torch.bfloat16).view(spec.o_groups, spec.o_rank, -1)
         self.q_norm, self.kv_norm = (
             weights[f"{name}.q_norm.weight"],

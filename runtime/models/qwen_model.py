@@ -313,9 +313,8 @@ class Attention:
         device = index_q.device
         positions = torch.arange(start, end, device=device)
         blocks = end // size
-        if (
-            blocks <= spec.index_blocks
-        ):  # within the budget every block is chosen: plain causal attention
+        # within the budget every block is chosen: plain causal attention
+        if blocks <= spec.index_blocks:
             if tokens == 1:
                 return None
             return positions.unsqueeze(1) >= torch.arange(end, device=device)

@@ -38,9 +38,8 @@ def test_rows_say_what_was_moved_and_memory_is_flat(tmp_path, weights):
     far = rows[-1]
     assert 0 < far.fetched_tokens <= 48 + 128
     assert far.worth_nbytes <= far.moved_nbytes  # whole blocks move
-    assert (
-        far.read_nbytes >= far.moved_nbytes - model.spec.depth * 64 * 2 * 2 * 16 * 2
-    )  # pages of the drive
+    # pages of the drive
+    assert far.read_nbytes >= far.moved_nbytes - model.spec.depth * 64 * 2 * 2 * 16 * 2
     assert model.dense_nbytes < far.step_nbytes < model.dense_nbytes + 400 * 4 * model.spec.kv_token_values  # fmt: skip
     assert table(rows).count("\n") == len(rows)
 

@@ -129,9 +129,8 @@ def test_a_mistake_shows(open_reference, monkeypatch):
 def test_golden_logits(open_reference, prompt):
     tokens, wanted = fed_tokens(prompt), wanted_logits(prompt)
     found = logits_of(open_reference().model, tokens, len(tokens) - 24)
-    assert not drift_faults(
-        found, wanted, clear=0.3
-    )  # random weights leave fewer clear than trained ones
+    # random weights leave fewer clear than trained ones
+    assert not drift_faults(found, wanted, clear=0.3)
 
 
 @pytest.fixture(scope="module")

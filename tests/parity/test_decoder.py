@@ -19,9 +19,8 @@ def decoder(resident_engine) -> Decoder:
     return Decoder(resident_engine.model, 300, has_graphs=False)
 
 
-@pytest.mark.parametrize(
-    "prompt_tokens", [1, 7, 8, 125, 170]
-)  # block of 8; 128 is the indexer's budget
+# block of 8; 128 is the indexer's budget
+@pytest.mark.parametrize("prompt_tokens", [1, 7, 8, 125, 170])
 def test_steps_equal_the_layers_own_path(
     resident_engine, decoder, heldout_tokens, prompt_tokens: int
 ):

@@ -157,9 +157,8 @@ def test_chunks_of_a_prompt_never_show(chunk: int):
     model.chunk_tokens = chunk
     found = model.prefill(tokens, cut, all_logits=True)
     errors = (found - wanted).pow(2).mean(1).sqrt() / wanted.std(1)
-    assert (
-        float(errors.median()) == 0
-    )  # bf16 products of another number of rows may round one result otherwise
+    # bf16 products of another number of rows may round one result otherwise
+    assert float(errors.median()) == 0
     assert float(errors.mean()) < 1e-3
     assert cut.position == whole.position
 

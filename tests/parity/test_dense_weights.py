@@ -185,9 +185,8 @@ def test_the_plan_counts_what_is_kept(released, make_config, tmp_path):
         planned = dense.planned_sizes(
             dense.read_spec(files.snapshot), config, torch.float32, has_gpu=False
         )
-        assert (
-            abs(planned.record_nbytes - sizes.record_nbytes) <= 2 * 4096 * 4
-        )  # pages between shards
+        # pages between shards
+        assert abs(planned.record_nbytes - sizes.record_nbytes) <= 2 * 4096 * 4
         assert replace(planned, record_nbytes=sizes.record_nbytes) == sizes
     spec = DenseSpec.from_config(json.loads((folder / "config.json").read_text()))
     assert len(identities) == 3  # keys and values of one form are refused by another

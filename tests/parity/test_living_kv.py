@@ -231,9 +231,8 @@ def test_near_answers_are_those_of_a_short_text(snapshot, tmp_path):
         memory.model.spec.rope_theta,
     )
     assert (scratch.keys[:, rows] - wanted).abs().max() <= 1e-5
-    assert scratch.places[rows].tolist() == list(
-        range(lo, hi)
-    )  # they are still the tokens that they are
+    # they are still the tokens that they are
+    assert scratch.places[rows].tolist() == list(range(lo, hi))
 
 
 def test_arena_bytes_are_flat_and_the_store_grows_as_computed(snapshot, tmp_path):
@@ -261,9 +260,8 @@ def test_auto_positions_follow_the_distance_and_the_model():
     assert choose_mode("auto", plain, int(0.95 * positions)) is Mode.absolute
     assert choose_mode("auto", plain, int(0.95 * positions) + 1) is Mode.near
     assert choose_mode("auto", chunked, 1536, near_beyond=1536) is Mode.absolute
-    assert (
-        choose_mode("auto", chunked, 1537, near_beyond=1536) is Mode.near
-    )  # measured beats stated
+    # measured beats stated
+    assert choose_mode("auto", chunked, 1537, near_beyond=1536) is Mode.near
     assert choose_mode("absolute", plain, 10**6, near_beyond=1) is Mode.absolute
 
 

@@ -185,9 +185,8 @@ def test_everybody_goes_on_while_a_long_prompt_is_read(open_shared, heldout_toke
     during = events[: events.index("read")]
     tokens, layers = during.count("token"), during.count("layer")
     assert layers == 3 * engine.num_layers
-    assert (
-        abs(tokens - layers / 3) <= 2
-    )  # each took as long as the other, but for a token at both ends
+    # each took as long as the other, but for a token at both ends
+    assert abs(tokens - layers / 3) <= 2
 
 
 def test_one_prompt_at_a_time(open_shared, heldout_tokens):
@@ -307,9 +306,8 @@ def test_what_is_not_caught_comes_out_and_the_rest_can_be_closed(open_shared, he
     together.close()
     assert cleaned == [True]
     assert not len(together)
-    assert (
-        not torch.is_inference_mode_enabled()
-    )  # who was in the middle of a step leaves no mode behind
+    # who was in the middle of a step leaves no mode behind
+    assert not torch.is_inference_mode_enabled()
 
 
 def test_sessions_together_answer_as_alone(open_shared, tiny_codec):

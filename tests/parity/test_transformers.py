@@ -179,9 +179,8 @@ def test_fp8_rows(tiny_qwen, weights, make_config, make_files, heldout_tokens):
     overrides = {"model.deltanet": "fp8_rows", "cache.ram_gib": 1.0}
     files = make_files(**overrides)
     rounded = {n: through_fp8_rows(w) if n.endswith(FP8_ROWS) else w for n, w in weights.items()}
-    assert (
-        sum(not torch.equal(rounded[n], weights[n]) for n in weights) == 18
-    )  # 3 of each of 6 layers
+    # 3 of each of 6 layers
+    assert sum(not torch.equal(rounded[n], weights[n]) for n in weights) == 18
     reference = build_reference(tiny_qwen, rounded)
     tokens = heldout_tokens[100:216]
     engine = Engine.open(make_config(**overrides), files)

@@ -73,9 +73,8 @@ def test_verdicts_of_four_models_on_five_machines(model, machine, wanted):
         assert isinstance(p["number"]["value"], (int, float))
         assert p["number"]["unit"]
         assert p["reason"].startswith(p["verdict"] + ": ")
-        if (
-            p["verdict"] == "maybe"
-        ):  # it names the missing fact, or the band that overlaps, or the bound
+        # it names the missing fact, or the band that overlaps, or the bound
+        if p["verdict"] == "maybe":
             assert p["question"] or "between" in p["reason"] or "upper bound" in p["reason"], p
 
 

@@ -86,9 +86,8 @@ def test_shared_expert_is_the_definition(hidden: int, intermediate: int):
     to = [(w.to(DEVICE), s.to(DEVICE)) for w, s in (gate, up, down)]
     deepseek_linear.fp8_swiglu(rounded, to[0], to[1], inner, 10.0)
     deepseek_linear.fp8_linear(inner, *to[2], out)
-    assert (
-        float((out.float().cpu() - wanted).norm() / wanted.norm()) < 2e-3
-    )  # exp differs in its last bit
+    # exp differs in its last bit
+    assert float((out.float().cpu() - wanted).norm() / wanted.norm()) < 2e-3
 
 
 @pytest.mark.parametrize("weight_dtype", [BF16, torch.float32])

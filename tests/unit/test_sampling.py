@@ -31,9 +31,8 @@ def brute_force(logits, temperature, top_k, top_p, min_p):
         shares = keep_only({i for i in everything if logits[i] >= limit})  # equals stay together
     if top_p < 1:
         mass, wanted = 0.0, set()
-        for i in sorted(
-            everything, key=lambda i: -shares[i]
-        ):  # stable: of equals the lower id first
+        # stable: of equals the lower id first
+        for i in sorted(everything, key=lambda i: -shares[i]):
             is_close |= abs(mass - top_p) < MARGIN
             if mass < top_p:
                 wanted.add(i)
