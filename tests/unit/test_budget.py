@@ -64,14 +64,15 @@ def test_a_plan_keeps_its_limits(sizes, limit, cache_gib, sweep):
     needed += (plan.cache_rows + plan.sweep_rows) * sizes.record_nbytes
     assert plan.total_nbytes == needed <= limit
     assert sizes.top_k <= plan.cache_rows <= sizes.num_layers * sizes.num_experts
-    wanted_rows = sizes.staging_rows(sweep)
-    assert 1 <= wanted_rows <= max(1, min(sweep, sizes.num_experts))
+    wanted = min(sweep, sizes.num_experts)
+    fixed = sizes.residents_nbytes + sizes.embedding_nbytes + sizes.state_nbytes
+    room_rows = (limit - fixed) // sizes.record_nbytes
+    if cache_gib is None:  # staging gives way, whole, where a route would not fit beside it
+        staged = wanted if room_rows >= wanted + sizes.top_k else 1
+    else:  # it gives way row by row to the cache that was asked for
+        staged = max(1, min(wanted, room_rows - plan.cache_rows))
+    assert plan.sweep_rows == staged
     room = limit - plan.total_nbytes
-    if plan.sweep_rows != wanted_rows:  # it gives way first, and only where there is no room for it
-        assert 1 <= plan.sweep_rows < wanted_rows
-        assert room < sizes.record_nbytes
-        if cache_gib is None:
-            assert plan.cache_rows + plan.sweep_rows < wanted_rows + sizes.top_k
     if cache_gib is not None:
         assert plan.cache_nbytes <= max(cache_gib * GIB, sizes.top_k * sizes.record_nbytes)
     else:

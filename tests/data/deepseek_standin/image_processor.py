@@ -3,4 +3,4 @@
 
 class ImageProcessor:
     def __init__(self, args):
-        raise NotImplementedError("text only")
+        raise AssertionError("a text engine makes no ImageProcessor")
