@@ -26,9 +26,10 @@ from runtime.advisor.question_hardware import hear_hardware, heard_of, machine_h
 from runtime.advisor.render import format_advice, to_markdown
 from runtime.errors import UsageError
 from runtime.units import GIB
-from stages.core import Runner, Stage, StageContext
+from stages.core import Runner
 from stages.doctor_record import read_record
 from stages.files import write_atomically
+from stages.stage import Stage, StageContext
 
 log = logging.getLogger("stages")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from runtime.advisor import kb as knowledge
 from runtime.advisor.validator import check_answer
 from runtime.errors import UsageError, UserError
-from stages.core import Stage, StageContext
+from stages.stage import Stage, StageContext
 
 
 class RejectedError(UserError):

@@ -9,7 +9,7 @@ from runtime.advisor import kb as knowledge
 from runtime.advisor.server import build_app, build_server
 from runtime.advisor.service import Service
 from stages.advise import outputs_of
-from stages.core import Stage, StageContext
+from stages.stage import Stage, StageContext
 
 
 def run(ctx: StageContext) -> None:

@@ -26,9 +26,10 @@ from runtime.stats import Rates, RunSummary, TokenStats, summarize
 from runtime.text import TextCodec
 from stages.bench_report import Bench, Drafted, Repeat, document, draw, format_report
 from stages.bench_together import decode_together
-from stages.core import Progress, Stage, StageContext
 from stages.files import write_atomically
 from stages.opening import open_engine, setup_stages
+from stages.progress import Progress
+from stages.stage import Stage, StageContext
 
 log = logging.getLogger("stages")
 

@@ -13,9 +13,9 @@ from runtime.engine import Engine
 from runtime.session import FinishReason, Session
 from runtime.stats import Rates, RunSummary, TokenStats, format_summary, summarize
 from runtime.text import ChatOptions
-from stages.core import Stage, StageContext
 from stages.files import write_atomically
 from stages.opening import open_engine, setup_stages, warm_up
+from stages.stage import Stage, StageContext
 
 log = logging.getLogger("stages")
 

@@ -18,8 +18,8 @@ from runtime.engine import EngineFiles, load_family
 from runtime.errors import VerificationError
 from runtime.experts.checks import all_runs
 from runtime.experts.layout import CHECKSUM_NBYTES, CHECKSUMS_NAME, ExpertLayout
-from stages.core import Output, Stage, StageContext
 from stages.download import snapshot_of
+from stages.stage import Output, Stage, StageContext
 
 CHUNK_NBYTES = 2**24
 

@@ -1,6 +1,6 @@
-"""Stages: resumable steps of the set-up, and the runner that decides, locks, resumes and records.
+"""The runner of stages, resumable steps of the set-up: it decides, locks, resumes and records.
 
-A stage is a description (`Stage`); all care for crashes is here. Work goes to `<stage>-<key>.partial/`; each
+A stage is a description (`stages.stage`); all care for crashes is here. Work goes to `<stage>-<key>.partial/`; each
 finished unit is journalled after its bytes are on the disk; the record is written last and the folder renamed, so
 that a finished name means finished. Knows no model and imports no torch.
 """
@@ -9,185 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import json
 import logging
-import os
 import shutil
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from blake3 import blake3
 
-from conf.schema import STAGES, RunConfig
+from conf.schema import RunConfig
 from runtime.errors import UserError
-from runtime.units import MIB, format_duration, format_nbytes
-from stages.files import file_digest, fsync_folder, sample_digest, write_atomically
+from runtime.units import format_nbytes
+from stages.disk_room import DISK_MARGIN_NBYTES, DiskRoom, disk_rooms
+from stages.files import file_digest, fsync_folder, read_json, sample_digest, write_atomically
 from stages.lock import Lock
+from stages.stage import (
+    JOURNAL_NAME,
+    PLAN_NAME,
+    Decision,
+    Output,
+    Stage,
+    StageContext,
+    StagesByName,
+)
 
 log = logging.getLogger("stages")
 
 RECORD_NAME = "record.json"
-JOURNAL_NAME = "journal.jsonl"
-PLAN_NAME = "plan.json"
-DISK_MARGIN_NBYTES = 64 * MIB  # never fill a filesystem to the last block
-QUIET_LINE_EVERY_S = 5.0
-
-
-class Decision(NamedTuple):
-    """What the runner does with a stage: action `skip`, `run` or `resume`, and why."""
-
-    action: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.action}: {self.reason}"
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A finished stage: its folder and its record."""
-
-    root: Path
-    record: Mapping[str, Any]
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """What the stage chose to remember."""
-        facts: Mapping[str, Any] = self.record["facts"]
-        return facts
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One step. `params` returns only what changes the output's bytes; bump `version` when they change otherwise.
-
-    `run` of an end point (chat, serve) leaves nothing behind; of others it fills `ctx.out`. `disk_nbytes` is asked
-    before anything is written; in its place, while what the stage needs is not made yet, `expected_nbytes`, which knows
-    the config alone. Both are of the filesystem of `disk_root`; None is the artifacts'. `elsewhere` says
-    how many more go to which other folders; without inputs, while they are not made yet. `show` prints and judges a
-    finished record when the stage was asked for by name; `watch` looks at one that is used again.
-    """
-
-    name: str
-    run: Callable[[StageContext], None]
-    version: int = 1
-    needs: Callable[[RunConfig], Sequence[str]] = lambda _cfg: ()
-    params: Callable[[RunConfig], dict[str, Any]] = lambda _cfg: {}
-    disk_nbytes: Callable[[RunConfig, Mapping[str, Output]], int] = lambda _cfg, _inputs: 0
-    expected_nbytes: Callable[[RunConfig], int] = lambda _cfg: 0
-    disk_root: Callable[[RunConfig], Path | None] = lambda _cfg: None
-    elsewhere: Callable[[Runner, Mapping[str, Output] | None], Mapping[Path, int]] = (
-        lambda _runner, _inputs: {}
-    )
-    show: Callable[[RunConfig, Output], None] = lambda _cfg, _output: None
-    watch: Callable[[RunConfig, Output], None] = lambda _cfg, _output: None
-    is_endpoint: bool = False
-
-
-@dataclass(slots=True)
-class StageContext:
-    """What a running stage sees."""
-
-    cfg: RunConfig
-    stage: Stage
-    inputs: Mapping[str, Output]
-    out: Path  # the partial folder; for an end point the artifacts folder of the model
-    runner: Runner
-    facts: dict[str, Any] = field(default_factory=dict)  # goes into the record
-    external: dict[Path, str] = field(default_factory=dict)  # files used in place -> blake3
-    # output file -> its hash, where the stage knows it already
-    digests: dict[str, str] = field(default_factory=dict)
-    # finished unit -> what `done` was told
-    units: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def todo(self, units: Sequence[str], what: str, nbytes_each: int = 0) -> Iterator[str]:
-        """Yield the units that are not journalled yet, with progress."""
-        left = [unit for unit in units if unit not in self.units]
-        self.expect(len(units))
-        with Progress(
-            f"{self.stage.name}: {what}", len(units), len(units) - len(left), nbytes_each
-        ) as bar:
-            for unit in left:
-                yield unit
-                bar.advance()
-
-    def expect(self, num_units: int) -> None:
-        """Note how many units there are in all, for whoever asks after a stop."""
-        plan = _read_json(self.out / PLAN_NAME) or {}
-        write_atomically(self.out / PLAN_NAME, json.dumps({**plan, "num_units": num_units}) + "\n")
-
-    def done(self, unit: str, **facts: Any) -> None:
-        """Journal a unit. Its bytes must be on the disk (fsync) before."""
-        with open(self.out / JOURNAL_NAME, "a") as journal:
-            journal.write(json.dumps({"unit": unit, **facts}) + "\n")
-            journal.flush()
-            os.fsync(journal.fileno())
-        self.units[unit] = facts
-
-    def forget_units(self) -> None:
-        """Begin anew: nothing that is journalled counts."""
-        write_atomically(self.out / JOURNAL_NAME, "")
-        self.units.clear()
-
-
-class Progress:
-    """A tqdm bar on a terminal, a line every few seconds elsewhere. `advance` may be called by any thread."""
-
-    def __init__(
-        self, what: str, total: int, initial: int = 0, nbytes_each: int = 0, is_nbytes: bool = False
-    ) -> None:
-        """nbytes_each: of one thing that is counted.  is_nbytes: bytes are what is counted."""
-        self._what, self._total, self._count, self._nbytes_each = what, total, initial, nbytes_each
-        self._initial, self._is_nbytes = initial, is_nbytes
-        self._lock = threading.Lock()
-        self._started = self._last_line = time.monotonic()
-        self._bar: Any = None
-        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-            from tqdm import tqdm
-
-            scale = {"unit": "B", "unit_scale": True, "unit_divisor": 1024} if is_nbytes else {}
-            self._bar = tqdm(
-                total=total, initial=initial, desc=what, leave=False, dynamic_ncols=True, **scale
-            )
-
-    def advance(self, count: int = 1) -> None:
-        """Note that `count` more are done; less than 0 takes some back."""
-        with self._lock:
-            self._count += count
-            if self._bar is not None:
-                self._bar.update(count)
-                return
-            now = time.monotonic()
-            if now - self._last_line >= QUIET_LINE_EVERY_S:
-                self._last_line = now
-                print(self._line(now), file=sys.stderr, flush=True)
-
-    def _line(self, now: float) -> str:
-        made = max(1, self._count - self._initial)
-        left_s = (now - self._started) / made * (self._total - self._count)
-        nbytes_each = 1 if self._is_nbytes else self._nbytes_each
-        rate = format_nbytes(made * nbytes_each / max(1e-9, now - self._started))
-        if self._is_nbytes:
-            done = f"{format_nbytes(self._count)} of {format_nbytes(self._total)} at {rate}/s"
-        else:
-            size = (
-                f", {format_nbytes(self._count * nbytes_each)} at {rate}/s" if nbytes_each else ""
-            )
-            done = f"{self._count}/{self._total}{size}"
-        return f"{self._what} {done}, {format_duration(left_s)} left"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 class Runner:
@@ -236,7 +86,7 @@ class Runner:
 
     def find(self, name: str) -> Output | None:
         """Return a stage's finished output for this config, if there is one."""
-        record = _read_json(self.folder(name) / RECORD_NAME)
+        record = read_json(self.folder(name) / RECORD_NAME)
         is_whole = record is not None and {"inputs", "files", "facts", "digest"} <= record.keys()
         return Output(self.folder(name), record) if record is not None and is_whole else None
 
@@ -254,7 +104,7 @@ class Runner:
         partial = _partial(self.folder(name))
         if partial.exists() and self._is_resumable(stage, partial):
             units = _read_journal(partial)
-            total = (_read_json(partial / PLAN_NAME) or {}).get("num_units")
+            total = (read_json(partial / PLAN_NAME) or {}).get("num_units")
             of = f" of {total}" if total else ""
             return Decision("resume", f"{len(units)}{of} units are done")
         return Decision("run", reason or self._why_new(stage))
@@ -279,7 +129,7 @@ class Runner:
         return None
 
     def _is_resumable(self, stage: Stage, partial: Path) -> bool:
-        plan = _read_json(partial / PLAN_NAME)
+        plan = read_json(partial / PLAN_NAME)
         return plan is not None and plan.get("inputs") == self._input_digests(stage)
 
     def _input_digests(self, stage: Stage) -> dict[str, str]:
@@ -295,7 +145,7 @@ class Runner:
         ]
         if not others:
             return "no record"
-        record = _read_json(max(others, key=lambda path: path.stat().st_mtime_ns)) or {}
+        record = read_json(max(others, key=lambda path: path.stat().st_mtime_ns)) or {}
         if record.get("version") != stage.version:
             return f"version {record.get('version')} -> {stage.version}"
         old, new = record.get("params", {}), stage.params(self.cfg)
@@ -487,34 +337,6 @@ class Runner:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-@dataclass(frozen=True, slots=True)
-class DiskRoom:
-    """One filesystem: what is free, and what the stages will write there."""
-
-    roots: tuple[Path, ...]  # folders on it
-    free_nbytes: int
-    parts: Mapping[str, int]  # stage -> bytes
-
-    @property
-    def need_nbytes(self) -> int:
-        """What all stages together will write."""
-        return sum(self.parts.values())
-
-
-def disk_rooms(needed: Mapping[Path, Mapping[str, int]]) -> list[DiskRoom]:
-    """Put together what goes to the same filesystem. needed: folder, which need not be there yet -> stage -> bytes."""
-    rooms: dict[int, DiskRoom] = {}
-    for root, parts in needed.items():
-        existing = next(path for path in (root, *root.parents) if path.exists())
-        device = existing.stat().st_dev
-        free = shutil.disk_usage(existing).free
-        before = rooms.get(device, DiskRoom((), free, {}))
-        names = {**before.parts, **parts}
-        together = {name: before.parts.get(name, 0) + parts.get(name, 0) for name in names}
-        rooms[device] = DiskRoom((*before.roots, root), free, together)
-    return list(rooms.values())
-
-
 @contextlib.contextmanager
 def _disk_errors(stage: str, root: Path) -> Iterator[None]:
     """Turn a full disk into a sentence, wherever in the making it is met."""
@@ -527,22 +349,6 @@ def _disk_errors(stage: str, root: Path) -> Iterator[None]:
             f"{stage} ran out of disk in {root}: {error.strerror}",
             "what is finished is kept: free some disk and run the same command again",
         ) from error
-
-
-class StagesByName(Mapping[str, Stage]):
-    """Every stage that `conf.schema.STAGES` names; a module is imported when its stage is looked up."""
-
-    def __getitem__(self, name: str) -> Stage:
-        if name not in STAGES:
-            raise KeyError(name)
-        stage: Stage = importlib.import_module(f"stages.{name}").STAGE
-        return stage
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(STAGES)
-
-    def __len__(self) -> int:
-        return len(STAGES)
 
 
 def _describe(path: Path, digest: str | None) -> dict[str, Any]:
@@ -566,14 +372,6 @@ def _allocated(folder: Path) -> int:
         if folder.exists()
         else 0
     )
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        data = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # also bytes that are no text
-        return None
-    return data if isinstance(data, dict) else None
 
 
 def _read_journal(partial: Path) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from conf.schema import RunConfig
 from runtime.forecast import Line, line
 from runtime.units import format_duration, format_nbytes
-from stages.core import DiskRoom
+from stages.disk_room import DiskRoom
 
 
 def fetch_line(cfg: RunConfig, rooms: Sequence[DiskRoom]) -> Line | None:

@@ -21,7 +21,7 @@ from runtime.forecast import Machine, tok_s, usable_cache
 from runtime.mounts import find_mount
 from runtime.stats import Rates
 from runtime.units import GIB, MIB, format_nbytes
-from stages.core import Runner, Stage, StageContext
+from stages.core import Runner
 from stages.doctor_drives import check_drives
 from stages.doctor_gpu import check_gpu
 from stages.doctor_host import check_cores, check_limits, check_memory, check_software
@@ -40,6 +40,7 @@ from stages.doctor_report import Report, check_steadiness, format_table
 from stages.download import planned_spec, snapshot_of
 from stages.files import write_atomically
 from stages.plan import plan_fit
+from stages.stage import Stage, StageContext
 
 PIN_MOST_NBYTES = 32 * GIB  # tried, however large the cache: each GiB takes a part of a second
 

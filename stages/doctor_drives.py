@@ -16,7 +16,8 @@ from runtime.experts.schedule import depth_of
 from runtime.experts.spread import weights_of
 from runtime.mounts import IN_MEMORY, Mount, find_mount
 from runtime.units import GIB, MIB, format_nbytes
-from stages.core import DISK_MARGIN_NBYTES, Runner
+from stages.core import Runner
+from stages.disk_room import DISK_MARGIN_NBYTES
 from stages.doctor_record import (
     DRIVE_RATES,
     drive_files,

@@ -23,7 +23,7 @@ from conf.schema import DraftSource, RunConfig, Source
 from runtime.checkpoint import INDEX_NAME, Checkpoint, IndexMismatchError
 from runtime.errors import UserError, VerificationError
 from runtime.units import GIB, format_nbytes
-from stages.core import DISK_MARGIN_NBYTES, Output, Progress, Stage, StageContext
+from stages.disk_room import DISK_MARGIN_NBYTES
 from stages.files import file_digest, write_atomically
 from stages.hub import (
     COMMIT,
@@ -38,6 +38,8 @@ from stages.hub import (
     read_index,
     trimmed_index,
 )
+from stages.progress import Progress
+from stages.stage import Output, Stage, StageContext
 from stages.transfer import INCOMPLETE, Fetched, RemoteFile, StoppedError, fetch, hash_file
 
 log = logging.getLogger("stages")

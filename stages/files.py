@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from blake3 import blake3
 
@@ -26,6 +28,15 @@ def write_atomically(path: Path, text: str) -> None:
         os.fsync(f.fileno())
     temporary.rename(path)
     fsync_folder(path.parent)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return a file's JSON object; None when there is no file, or anything else in it."""
+    try:
+        data = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # also bytes that are no text
+        return None
+    return data if isinstance(data, dict) else None
 
 
 def fsync_folder(path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from stages.core import Stage, StageContext
 from stages.memory_parts import leave_metrics, opened_memory, sampling, show_answer
+from stages.stage import Stage, StageContext
 
 
 def run(ctx: StageContext) -> None:

@@ -11,8 +11,9 @@ from runtime.errors import UserError
 from runtime.living_kv.store import Store
 from runtime.living_kv.text_store import ingest_text
 from runtime.units import format_duration, format_nbytes
-from stages.core import Progress, Stage, StageContext
 from stages.memory_parts import leave_metrics, opened_memory, root_of
+from stages.progress import Progress
+from stages.stage import Stage, StageContext
 
 
 def needs(cfg: RunConfig) -> tuple[str, ...]:

@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
-from stages.core import Stage, StageContext
 from stages.memory_parts import opened_store
+from stages.stage import Stage, StageContext
 
 
 def run(ctx: StageContext) -> None:

@@ -9,8 +9,8 @@ from functools import partial
 from runtime.errors import UserError
 from runtime.living_kv.rewrite import session_texts, swap
 from runtime.living_kv.store import Store
-from stages.core import Stage, StageContext
 from stages.memory_parts import root_of
+from stages.stage import Stage, StageContext
 
 
 def run(ctx: StageContext) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 from conf.schema import RunConfig
 from runtime.living_kv.errors import EXIT_LOW_CONFIDENCE
 from runtime.living_kv.store import Store
-from stages.core import StageContext
 from stages.download import PROJECT
 from stages.files import write_atomically
+from stages.stage import StageContext
 
 METRICS_NAME = "memory.json"
 

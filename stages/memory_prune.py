@@ -11,8 +11,8 @@ from runtime.living_kv.errors import MemoryUsageError
 from runtime.living_kv.quote import parse_date
 from runtime.living_kv.rewrite import compact
 from runtime.living_kv.store import Store, Update
-from stages.core import Stage, StageContext
 from stages.memory_parts import opened_store, root_of
+from stages.stage import Stage, StageContext
 
 
 def chosen(store: Store, memory: MemoryConfig) -> list[int]:

@@ -6,8 +6,8 @@ import sys
 
 from runtime.living_kv.errors import EXIT_LOW_CONFIDENCE
 from runtime.living_kv.quote import quote
-from stages.core import Stage, StageContext
 from stages.memory_parts import leave_metrics, opened_store
+from stages.stage import Stage, StageContext
 
 
 def run(ctx: StageContext) -> None:

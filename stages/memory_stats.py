@@ -8,8 +8,8 @@ import numpy as np
 
 from runtime.living_kv.confidence import load_estimator
 from runtime.living_kv.store import Store
-from stages.core import Stage, StageContext
 from stages.memory_parts import opened_store
+from stages.stage import Stage, StageContext
 
 
 def kv_token_nbytes(store: Store) -> float:

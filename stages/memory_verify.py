@@ -8,8 +8,8 @@ from runtime.living_kv.layout import TEXT
 from runtime.living_kv.rewrite import ERASED_TOKEN
 from runtime.living_kv.sentences import readable
 from runtime.living_kv.store import Store
-from stages.core import Stage, StageContext
 from stages.memory_parts import opened_store
+from stages.stage import Stage, StageContext
 
 
 def token_faults(store: Store, cfg: RunConfig, ctx: StageContext) -> list[str]:

@@ -20,7 +20,7 @@ from runtime.engine import EngineFiles, load_family
 from runtime.errors import UserError, VerificationError
 from runtime.experts.spread import DRIVES_NAME, PART_NAME, DrivesRecord, part_json
 from runtime.units import format_nbytes
-from stages.core import Output, Runner, Stage, StageContext
+from stages.core import Runner
 from stages.download import planned_spec, snapshot_of
 from stages.files import file_digest, fsync_folder, sample_digest, write_atomically
 from stages.parts import (
@@ -31,6 +31,7 @@ from stages.parts import (
     limits_nbytes,
     part_folders,
 )
+from stages.stage import Output, Stage, StageContext
 
 log = logging.getLogger("stages")
 

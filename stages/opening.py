@@ -11,9 +11,10 @@ from runtime.engine import Engine, EngineFiles
 from runtime.errors import VerificationError
 from runtime.models.deepseek_backends import resolve_arithmetic
 from runtime.mounts import IN_MEMORY, find_mount
-from stages.core import Output, Runner
+from stages.core import Runner
 from stages.download import absolute, snapshot_of
 from stages.parts import bases, warn_of_shared_drives
+from stages.stage import Output
 
 log = logging.getLogger("stages")
 

@@ -22,8 +22,9 @@ from runtime.experts.layout import PACK_BLOCKS
 from runtime.experts.spread import DRIVES_NAME, PART_NAME, DrivesRecord, part_json, why_absent
 from runtime.mounts import find_mount
 from runtime.units import GIB
-from stages.core import Output, Runner, StageContext
+from stages.core import Runner
 from stages.files import absolute, fsync_folder, sample_digest, write_atomically
+from stages.stage import Output, StageContext
 
 log = logging.getLogger("stages")
 

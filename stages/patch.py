@@ -19,9 +19,9 @@ from blake3 import blake3
 
 from conf.schema import RunConfig
 from runtime.errors import UserError, VerificationError
-from stages.core import Output, Stage, StageContext
 from stages.download import snapshot_of
 from stages.files import fsync_folder
+from stages.stage import Output, Stage, StageContext
 
 log = logging.getLogger("stages")
 

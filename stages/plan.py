@@ -43,11 +43,13 @@ from runtime.forecast import (
 )
 from runtime.stats import Rates
 from runtime.units import GIB, format_duration, format_nbytes
-from stages.core import DiskRoom, Runner, Stage, StageContext
+from stages.core import Runner
 from stages.disk_report import fetch_line, format_disk
+from stages.disk_room import DiskRoom
 from stages.doctor_record import read_record
 from stages.download import planned_spec, snapshot_of
 from stages.files import write_atomically
+from stages.stage import Stage, StageContext
 
 log = logging.getLogger("stages")
 

@@ -27,9 +27,9 @@ from runtime.models.dense_weights import (
     LayerLayout,
     entries,
 )
-from stages.core import Output, Stage, StageContext
 from stages.download import planned_spec, snapshot_of
 from stages.residents import make_header
+from stages.stage import Output, Stage, StageContext
 
 if TYPE_CHECKING:
     from runtime.checkpoint import TensorInfo

@@ -29,10 +29,11 @@ from runtime.experts.layout import (
 from runtime.experts.placement import Placement, place
 from runtime.experts.spread import DrivesRecord, weights_of
 from runtime.models import qwen_weights as weights
-from stages.core import Output, Runner, Stage, StageContext
+from stages.core import Runner
 from stages.download import planned_spec, snapshot_of
 from stages.files import write_atomically
 from stages.parts import Parts, check_folders, check_samples, limits_nbytes, room_needed
+from stages.stage import Output, Stage, StageContext
 
 
 def disk_nbytes(cfg: RunConfig, inputs: Mapping[str, Output]) -> int:

@@ -31,10 +31,11 @@ from runtime.server.app import create_app
 from runtime.server.errors import ApiError
 from runtime.server.guard import MAX_BODY_NBYTES
 from runtime.server.in_process import Asked, Head, respond
-from stages.core import Runner, StageContext
+from stages.core import Runner
 from stages.download import absolute
 from stages.opening import setup_stages
 from stages.serve import bind, make_worker, read_key, wait_for_signal
+from stages.stage import StageContext
 
 log = logging.getLogger("stages")
 

@@ -17,9 +17,9 @@ from kernels.formats import fp8_rows_quantize
 from runtime.checkpoint import DTYPE_NBYTES, Checkpoint
 from runtime.engine import load_family
 from runtime.models import qwen_weights as weights
-from stages.core import Output, Stage, StageContext
 from stages.download import planned_spec, snapshot_of
 from stages.files import write_atomically
+from stages.stage import Output, Stage, StageContext
 
 ALIGN_NBYTES = 64
 

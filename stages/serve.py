@@ -27,9 +27,10 @@ from runtime.server.served import Served
 from runtime.server.worker import Worker
 from runtime.snapshot import SnapshotStore, make_key
 from runtime.units import GIB
-from stages.core import Output, Runner, Stage, StageContext
+from stages.core import Runner
 from stages.download import absolute, snapshot_of
 from stages.opening import open_engine, setup_stages, warm_up
+from stages.stage import Output, Stage, StageContext
 
 log = logging.getLogger("stages")
 

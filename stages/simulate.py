@@ -20,9 +20,9 @@ from runtime.simulator import Machine, Setting, Simulation, cache_maker
 from runtime.stats import Rates, RunSummary, TokenStats, summarize
 from runtime.units import GIB, MIB, format_nbytes
 from stages.bench_report import changed_keys, format_table
-from stages.core import Stage, StageContext
 from stages.files import absolute, write_atomically
 from stages.parts import limits_nbytes
+from stages.stage import Stage, StageContext
 
 log = logging.getLogger("stages")
 

@@ -30,8 +30,8 @@ from runtime.experts.schedule import ReadJob
 from runtime.experts.spread import SpreadPack, open_pack
 from runtime.models import qwen_weights as weights
 from stages.checksums import layout_of
-from stages.core import Stage, StageContext
 from stages.download import snapshot_of
+from stages.stage import Stage, StageContext
 
 EXPERTS_PER_UNIT = 64
 

@@ -21,8 +21,8 @@ from blake3 import blake3
 from conf.schema import RunConfig, Source
 from runtime.checkpoint import INDEX_NAME
 from runtime.errors import UserError
-from stages.core import Output, Stage, StageContext
 from stages.files import write_atomically
+from stages.stage import Output, Stage, StageContext
 from stages.synthetic_parts import Tensor, make_header
 
 

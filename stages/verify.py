@@ -12,8 +12,8 @@ from typing import Any
 
 from conf.schema import RunConfig
 from runtime.errors import VerificationError
-from stages.core import Output, Stage, StageContext
 from stages.opening import engine_files, setup_stages, uses_published_code
+from stages.stage import Output, Stage, StageContext
 from stages.verify_published import PUBLISHED_PARTS
 from stages.verify_rows import PARTS, Case
 

@@ -19,7 +19,7 @@ import torch
 
 import run
 from stages import chat, download, repack, residents, spot_check
-from stages.core import StageContext
+from stages.stage import StageContext
 
 LOADED = (hydra, torch, chat, download, repack, residents, spot_check)
 

@@ -17,7 +17,7 @@ from runtime.engine import Engine
 from runtime.errors import UserError
 from runtime.experts.routes import read_routes
 from stages import bench
-from stages.core import Progress
+from stages.progress import Progress
 
 SMALL = (
     "stages=[bench]", "hw=cpu", "hw.compute_threads=1", "bench.tokens=5", "bench.warmup_tokens=2",

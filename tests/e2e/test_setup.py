@@ -29,7 +29,8 @@ from tiny_setup import ROOT, SETUP, make_runner
 
 from runtime.errors import UserError, VerificationError
 from stages import spot_check
-from stages.core import Runner, StageContext
+from stages.core import Runner
+from stages.stage import StageContext
 
 HIDDEN, INTERMEDIATE, NUM_LAYERS, NUM_EXPERTS = 256, 48, 8, 64  # of the bundled model
 CODES, SCALES, RECORD = HIDDEN * INTERMEDIATE // 2, HIDDEN * INTERMEDIATE // 16, 24576

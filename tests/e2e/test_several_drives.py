@@ -26,9 +26,10 @@ from runtime.errors import UserError, VerificationError
 from runtime.experts.layout import ExpertKey, PackedLayout
 from runtime.experts.spread import SpreadPack, open_pack
 from stages import spot_check
-from stages.core import Runner, StageContext
+from stages.core import Runner
 from stages.doctor_record import read_record
 from stages.opening import engine_files, setup_stages
+from stages.stage import StageContext
 
 LAYERS, EXPERTS, RECORD = 8, 64, 24576
 EVERY = [ExpertKey(layer, e) for layer in range(LAYERS) for e in range(EXPERTS)]

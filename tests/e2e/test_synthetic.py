@@ -27,10 +27,11 @@ from runtime.models.qwen import read_spec
 from runtime.models.qwen_moe import Moe
 from runtime.units import GIB
 from stages import synthetic_qwen as synthetic
-from stages.core import Runner, StageContext
+from stages.core import Runner
 from stages.download import snapshot_of
 from stages.files import file_digest
 from stages.opening import engine_files
+from stages.stage import StageContext
 from stages.synthetic_parts import generator, make_header, normal, to_bf16
 
 SETUP = ["download", "repack", "residents"]

@@ -27,8 +27,9 @@ from runtime.models.deepseek_moe import Moe
 from runtime.models.deepseek_weights import DeepseekSpec, account, expert_layout, resident_shapes
 from runtime.units import GIB
 from stages import synthetic_deepseek as synthetic
-from stages.core import Runner, StageContext
+from stages.core import Runner
 from stages.opening import engine_files
+from stages.stage import StageContext
 from stages.synthetic_parts import make_header
 
 TINY = synthetic.TOKENIZER  # sizes of the bundled model

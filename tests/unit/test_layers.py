@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PURE = [
     "conf.schema", "runtime.experts.cache", "runtime.experts.schedule", "runtime.experts.layout",
     "runtime.experts.drive", "runtime.experts.reader", "runtime.budget", "runtime.stats",
-    "runtime.errors", "runtime.units", "runtime.checkpoint", "stages.core", "run",
+    "runtime.errors", "runtime.units", "runtime.checkpoint", "stages.core", "stages.stage", "run",
     "runtime.laws", "runtime.advisor.validator", "runtime.advisor.own_runs", "stages.advise", "stages.advise_check",
 ]  # fmt: skip
 

@@ -12,8 +12,8 @@ from conf.schema import ServeConfig
 from runtime.errors import UserError
 from runtime.units import GIB
 from stages import serve
-from stages.core import Output
 from stages.serve import open_store, read_key, with_room_for_snapshots
+from stages.stage import Output
 
 
 def test_the_key_comes_from_a_file_the_config_or_the_environment(tmp_path, monkeypatch):

@@ -24,8 +24,10 @@ from blake3 import blake3
 from conf.schema import RunConfig
 from runtime.errors import BusyError, UserError
 from stages import core
-from stages.core import Decision, Output, Runner, Stage, StageContext
+from stages.core import Runner
 from stages.lock import Lock
+from stages.progress import Progress
+from stages.stage import Decision, Output, Stage, StageContext
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_UNITS = 4
@@ -532,7 +534,7 @@ def test_progress_of_bytes_in_lines(monkeypatch, capsys):
     """A line now and then with bytes, rate and time left, and no control characters."""
     now = 100.0
     monkeypatch.setattr(core.time, "monotonic", lambda: now)
-    with core.Progress("fetch", 400 * 2**20, 100 * 2**20, is_nbytes=True) as bar:
+    with Progress("fetch", 400 * 2**20, 100 * 2**20, is_nbytes=True) as bar:
         now = 104.0
         bar.advance(50 * 2**20)  # too early for a line
         now = 110.0

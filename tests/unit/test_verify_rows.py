@@ -9,8 +9,9 @@ import conf
 from conf.schema import NOT_FOR_FAMILY
 from runtime.errors import VerificationError
 from stages import verify, verify_rows
-from stages.core import Runner, Stage
+from stages.core import Runner
 from stages.opening import open_engine
+from stages.stage import Stage
 from stages.verify_rows import Row, recorded_perplexity
 
 GOOD = Row("a", "1", "1", True)
