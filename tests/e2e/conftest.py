@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: one finished set-up of the tiny model, and the command line."""
+"""What the end-to-end tests share: a finished set-up of the tiny model, the command line, a stand-in of the hub."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hub_machine import Machine, make_files
+from hub_server import HubServer
 from tiny_setup import SETUP, make_runner
 
 
@@ -45,3 +47,34 @@ def cli(tmp_path, _fork_server) -> Callable[..., subprocess.CompletedProcess[str
         return subprocess.CompletedProcess(argv, code, out, err)
 
     return call
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    """The small repository, served on 127.0.0.1."""
+    with HubServer(make_files()).running() as server:
+        yield server
+
+
+@pytest.fixture
+def machine(hub, tmp_path, make_config, monkeypatch) -> Machine:
+    """A machine that knows of no hub but that one."""
+    # here, and not at the top: most end-to-end tests need neither
+    from huggingface_hub import close_session, constants
+
+    from stages.transfer import Patience
+
+    close_session()
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    made = Machine(hub, tmp_path, make_config)
+
+    def wait(_self: Patience, attempt: int, retry_after_s: float | None) -> float:
+        made.pauses.append((attempt, retry_after_s))
+        return 0.0
+
+    monkeypatch.setattr(Patience, "wait", wait)
+    return made

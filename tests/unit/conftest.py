@@ -1,6 +1,8 @@
-"""What the tests of the server over a scripted engine share."""
+"""What the tests of the server over a scripted engine share, and those of the stage runner over made-up stages."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
@@ -30,3 +32,15 @@ def server(engine):
 
     with StubServer(engine) as running:
         yield running
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """Made-up stages of which nothing is made, and no waiting for the disk.
+
+    A killed process loses no written byte, only a power cut does; real waits would be most of the time here.
+    """
+    from tests.unit.stage_world import World
+
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+    return World(tmp_path)
