@@ -68,10 +68,11 @@ cpu() {
 peers() { # where a memory cgroup may be made, --fill-ram does nothing
   local common=(--folder "$OUT/peers" --transformers-python "$TRANSFORMERS" --llama-python "$LLAMA" --device cuda
     --engines ours,transformers,llama.cpp --layers 10 --experts 64 --set vocab_size=16384 --cap-gib 3.5
-    --overhead-gib 1.75 --vram-gib 2 --threads 4 --fill-ram --ours model.prefill_tokens=512)
+    --overhead-gib 1.75 --vram-gib 2 --threads 4 --fill-ram)
   "$PYTHON" tests/bench/peers.py "${common[@]}" --only-compare
   "$PYTHON" tests/bench/peers.py "${common[@]}" --compared --tokens 4 --prompts 32,512 --record "$OUT/peers.csv"
-  "$PYTHON" tests/bench/peers.py "${common[@]}" --compared --tokens 1 --prompts 2048 --record "$OUT/peers-2048.csv"
+  "$PYTHON" tests/bench/peers.py "${common[@]}" --compared --tokens 1 --prompts 2048 --record "$OUT/peers-2048.csv" \
+    --llama n_batch=2048 n_ubatch=2048
 }
 
 memory() {

@@ -49,6 +49,7 @@ HERE = Path(__file__).parent
 GIB, MIB = 2**30, 2**20
 ENGINES = ("ours", "ours fp32", "transformers", "llama.cpp")  # the others compute in BF16
 LEAST_COSINE = 0.98  # of logits: bf16 rounding flips a few experts of random weights, a wrong tensor leaves nothing
+PEAKS = {"peak_rss_nbytes": "peak RSS GiB", "vram_nbytes": "VRAM GiB"}
 CHECK_GIB = 2.5  # of fp32 weights in RAM while the reference is computed
 
 
@@ -130,7 +131,7 @@ def time_engines(
             )
             for row in found["rows"]:
                 line = {"repeat": repeat, "engine": name, **row, "drive_gib_s": ceiling}
-                rows.append(line | {"peak_rss_nbytes": found["peak_rss_nbytes"]})
+                rows.append(line | {key: found[key] for key in PEAKS if key in found})
             if args.record is not None:
                 save(args.record, rows)
         print(report(rows, args.engines, absent), file=sys.stderr, flush=True)
@@ -172,13 +173,19 @@ def parse() -> argparse.Namespace:
     add("--llama-python", default=sys.executable)
     add("--record", type=Path, help="CSV for every measured row")
     add("--ours", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of our config")
+    add("--llama", nargs="+", default=[], metavar="KEY=N", help="other numbers for llama.cpp")
     return parser.parse_args()
+
+
+def numbers(words: Sequence[str]) -> dict[str, int]:
+    """Return the numbers of KEY=N."""
+    return {key: int(n) for key, n in (word.split("=") for word in words)}
 
 
 def make_snapshot(args: argparse.Namespace, folder: Path) -> Path:
     """Return the checkpoint's folder, made by the synthetic stage if it is not there."""
     config = json.loads(((args.config or RELEASED) / "config.json").read_text())
-    config |= {key: int(n) for key, n in (word.split("=") for word in args.set)}
+    config |= numbers(args.set)
     cuts = {"layers": args.layers, "experts": args.experts, "disk_gib": args.disk_gib}
     wanted = json.dumps([config, cuts], sort_keys=True).encode()
     made = folder / hashlib.sha256(wanted).hexdigest()[:12]  # one checkpoint is in it
@@ -237,7 +244,7 @@ def make_job(
         "num_layers": config["num_hidden_layers"], "prompts": prompts, "forced": forced,
         "context": max(args.prompts) + args.tokens + 8, "threads": args.threads, "device": args.device,
         "dtype": "bfloat16", "cap_gib": args.cap_gib, "overhead_gib": args.overhead_gib, "vram_gib": args.vram_gib,
-        "ours": args.ours, "check": False, "engine_seconds": args.engine_seconds,
+        "ours": args.ours, "llama": numbers(args.llama), "check": False, "engine_seconds": args.engine_seconds,
     }  # fmt: skip
 
 
@@ -411,7 +418,8 @@ def report(rows: list[dict[str, Any]], engines: Sequence[str], absent: dict[str,
     """Return the table: medians, and the spread behind those that differ from turn to turn."""
     prompts = list(dict.fromkeys(row["prompt"] for row in rows))
     header = ["engine", "state", "tok/s", "times ours", "MiB a token", "of the drive"]
-    header += [f"first token {n}, s" for n in prompts] + ["peak RSS GiB"]
+    peaks = [key for key in PEAKS if any(key in row for row in rows)]
+    header += [f"first token {n}, s" for n in prompts] + [PEAKS[key] for key in peaks]
     lines = []
     for state in ("cold", "warm"):
         ours = rates(rows, "ours", state)
@@ -430,7 +438,7 @@ def report(rows: list[dict[str, Any]], engines: Sequence[str], absent: dict[str,
             cells = [name, state, spread(speed), times, f"{statistics.median(read):.0f}"]
             cells.append(f"{statistics.median(share):.0%}")
             cells += [first_token(rows, name, state, n) for n in prompts]
-            cells.append(f"{max(row['peak_rss_nbytes'] for row in mine) / GIB:.2f}")
+            cells += [f"{max(row[key] for row in mine) / GIB:.2f}" for key in peaks]
             lines.append(cells)
     return format_table(header, lines) + "\n* a peer's median ahead of ours"
 

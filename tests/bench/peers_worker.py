@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -141,9 +142,10 @@ class LlamaCpp:
         if job["device"] == "cuda":
             share = (job["vram_gib"] or 1e3) * GIB / os.path.getsize(job["gguf"])
             layers = int(job["num_layers"] * min(1.0, share))
+        options = {"n_batch": 512, "n_gpu_layers": layers} | job["llama"]
         self._llama = llama_cpp.Llama(
-            job["gguf"], n_ctx=job["context"], n_batch=512, n_threads=job["threads"], verbose=False,
-            n_threads_batch=job["threads"], n_gpu_layers=layers, use_mmap=True,
+            job["gguf"], n_ctx=job["context"], n_threads=job["threads"], verbose=False,
+            n_threads_batch=job["threads"], use_mmap=True, **options,
         )  # fmt: skip
         self.version = f"llama-cpp-python {llama_cpp.__version__}"
 
@@ -178,6 +180,13 @@ def read_nbytes() -> int:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
         total += next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
     return total
+
+
+def used_vram_nbytes() -> int:
+    """Return what all programs have of the first GPU's memory: contexts and allocators' pools count."""
+    asked = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(asked, check=True, capture_output=True, text=True)
+    return int(done.stdout) * 2**20
 
 
 def drop_caches(job: dict[str, Any]) -> None:
@@ -229,6 +238,7 @@ def main() -> None:
     """Read the job from stdin; write one JSON object to stdout."""
     job = json.load(sys.stdin)
     drop_caches(job)
+    used_before = used_vram_nbytes() if job["device"] == "cuda" else 0
     started = time.perf_counter()
     engine = ENGINES[job["engine"]](job)
     found: dict[str, Any] = {"open_s": time.perf_counter() - started, "version": engine.version}
@@ -237,6 +247,8 @@ def main() -> None:
         found["logits"] += [engine.feed([token]).tolist() for token in job["forced"][:3]]
     else:
         found["rows"] = measure(engine, job)
+    if job["device"] == "cuda":
+        found["vram_nbytes"] = used_vram_nbytes() - used_before
     found["peak_rss_nbytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps(found))
 
