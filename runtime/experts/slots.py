@@ -5,7 +5,8 @@ two batches. The rest keeps the experts that are used most often (`frequency`). 
 from here to there by a change of names: it stays in its slot, and the slot of the expert that goes takes copies now.
 
 When the host knows a layer's route, everything launched for the layers before has run, so a slot that those read
-may be written again: that wait is the event of the last reader.
+may be written again: that wait is the event of the last reader. A prompt may go on in between, if it is another
+conversation's: copies follow its launches on the GPU.
 """
 
 from __future__ import annotations
@@ -320,23 +321,28 @@ class SlotExperts(InFront):
         size = self.batch_experts
         records = self.source.sweep(layer, ids, hold=size)
         read: list[Any] = [None, None]  # marks behind the launches that read each half of the slots
-        for number, start in enumerate(range(0, len(ids), size)):
-            half = number % 2
-            if read[half] is not None:
-                self.copier.follow(read[half])
-            wave = []
-            for place, expert in enumerate(ids[start : start + size]):
-                found, record = next(records)
-                assert found == expert
-                slot = self._slot_of_row[half * self._batch_slots + place]
-                self.copier.copy(slot, record)
-                wave.append((expert, self._slots[slot]))
-            self.counters.copied_nbytes += len(wave) * self._nbytes
-            mark = self.copier.mark()
-            self.copier.wait(mark)
-            yield wave
-            read[half] = self.copier.launched()
-            self.copier.synchronize(mark)  # the source may take its records back
+        try:
+            for number, start in enumerate(range(0, len(ids), size)):
+                half = number % 2
+                if read[half] is not None:
+                    self.copier.follow(read[half])
+                wave = []
+                for place, expert in enumerate(ids[start : start + size]):
+                    found, record = next(records)
+                    assert found == expert
+                    slot = self._slot_of_row[half * self._batch_slots + place]
+                    self.copier.copy(slot, record)
+                    wave.append((expert, self._slots[slot]))
+                self.counters.copied_nbytes += len(wave) * self._nbytes
+                mark = self.copier.mark()
+                self.copier.wait(mark)
+                yield wave
+                read[half] = self.copier.launched()
+                self.copier.synchronize(mark)  # the source may take its records back
+        finally:
+            # when the next token's route is known already, of a conversation beside this one, no host waits for what
+            # reads these slots before copies for that token take them
+            self.copier.follow(self.copier.launched())
         assert next(records, None) is None
 
     # ---- the rest of an ExpertSource ----------------------------------------------------------------------------

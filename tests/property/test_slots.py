@@ -171,32 +171,41 @@ class Source:
     seed=st.integers(0, 2**32),
     in_place=st.booleans(),
     is_paced=st.booleans(),
+    company=st.sampled_from([0.0, 0.3]),
     plan=st.lists(
         st.sampled_from(["token"] * 6 + ["prompt", "stop", "forget"]), min_size=2, max_size=14
     ),
 )
-def test_every_launch_reads_the_right_bytes(early, kept, seed, in_place, is_paced, plan):
-    """is_paced: tokens are one graph each; a stop is a token that is given up."""
+def test_every_launch_reads_the_right_bytes(early, kept, seed, in_place, is_paced, company, plan):
+    """is_paced: tokens are one graph each; a stop is a token that is given up.
+
+    company: how often another conversation's prompt goes on by a layer when a token's route is known already.
+    """
     rng = random.Random(seed)
     passing = passing_slots(early, NBYTES, 0 if in_place else ROUTE)
     gpu, source = Gpu(passing + kept, rng), Source(rng)
     paced = PacedCopier(gpu) if is_paced else None
     experts = SlotExperts(source, paced or gpu, LAYERS, ROUTE, early, in_place)
     before = ExpertCounters()
+
+    def read_layer(layer: int) -> None:
+        """Run a layer of a prompt, whose route the host waits for; nobody waits for what is launched last."""
+        gpu.finish_compute()
+        ids = sorted(rng.sample(range(EXPERTS), rng.randrange(1, EXPERTS)))
+        seen = []
+        for wave in experts.batches(layer, ids):
+            gpu.launch(layer, wave)
+            seen += [expert for expert, _ in wave]
+            gpu.some()
+        assert seen == ids
+
     for step in plan:
         if step == "forget":
             gpu.finish()
             experts.forget()
         elif step == "prompt":
             for layer in range(LAYERS):
-                gpu.finish_compute()
-                ids = sorted(rng.sample(range(EXPERTS), rng.randrange(1, EXPERTS)))
-                seen = []
-                for wave in experts.batches(layer, ids):
-                    gpu.launch(layer, wave)
-                    seen += [expert for expert, _ in wave]
-                    gpu.some()
-                assert seen == ids
+                read_layer(layer)
         else:
             guesses = rng.sample(range(EXPERTS), 6)
             computed: list[int] = []  # by the graph, as far as it tells
@@ -212,6 +221,8 @@ def test_every_launch_reads_the_right_bytes(early, kept, seed, in_place, is_pace
                     [e for e in range(EXPERTS) if e not in route], ROUTE - len(route)
                 )
                 guesses = rng.sample(range(EXPERTS), 6)
+                if paced is None and rng.random() < company:
+                    read_layer(rng.randrange(LAYERS))
                 source.asked.clear()
                 seen = []
                 for wave in experts.waves(layer, route, guesses):
