@@ -292,12 +292,10 @@ def _warnings(sizes: ModelSizes, rows: int, cache_gib: float | None) -> tuple[st
     if rows >= need or cache_gib == 0:
         return ()
     gib = math.ceil(need * sizes.record_nbytes / GIB * 1e4) / 1e4
-    advice = f"cache.ram_gib={gib:.4f} would hold one token's experts"
+    advice = f"cache.ram_gib={gib:.4f} would hold a step's experts"
     if cache_gib is None:
-        advice = (
-            f"one token's experts need {gib:.4f} GiB: raise hw.ram_gib, or lower hw.reserve_gib"
-        )
+        advice = f"a step's experts need {gib:.4f} GiB: raise hw.ram_gib, or lower hw.reserve_gib"
     return (
-        f"the expert cache holds {rows} experts, one token uses {need}: under LRU nearly nothing is found again; "
-        f"{advice}",
+        f"the expert cache holds {rows} experts, a decoding step uses up to {need}: an LRU would find nothing again, "
+        f"so cache.policy=auto keeps those used most; {advice}",
     )

@@ -37,7 +37,7 @@ from runtime.experts.cpu_share import Workers
 from runtime.experts.layer_slots import LayerSlots
 from runtime.experts.layout import ExpertKey, ExpertLayout
 from runtime.experts.paced import PacedCopier
-from runtime.experts.policies import CACHES
+from runtime.experts.policies import cache_for
 from runtime.experts.resident import ResidentExperts
 from runtime.experts.routes import RouteHeader, RouteRecorder
 from runtime.experts.shared import SharedReads, share
@@ -308,7 +308,7 @@ class Engine:
                 ahead_rows,
                 checksums,
                 spares,
-                make_cache=CACHES[config.cache.policy],
+                make_cache=cache_for(config.cache.policy, sizes.token_experts),
                 least_rows=sizes.top_k + ahead_rows,
                 limit_s=config.hw.token_limit_s if has_gpu else None,
             )

@@ -106,7 +106,7 @@ def token_lines(sizes: ModelSizes, machine: Machine) -> list[Line]:
 
 
 def usable_cache(sizes: ModelSizes, cache_nbytes: int) -> int:
-    """Return the cache that counts: an LRU smaller than one token's experts finds nothing again."""
+    """Return the cache that counts: what one smaller than a token's experts finds, no law says (an LRU: nothing)."""
     one_token = sizes.token_experts * sizes.record_nbytes
     return cache_nbytes if cache_nbytes >= one_token else 0
 

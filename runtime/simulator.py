@@ -20,7 +20,7 @@ from conf.schema import CachePolicy, Spread
 from runtime.experts.cache import ExpertCache
 from runtime.experts.layout import ExpertKey, Span
 from runtime.experts.placement import place
-from runtime.experts.policies import CACHES, BeladyCache, PerLayerCache, SlruCache, uses_of
+from runtime.experts.policies import BeladyCache, PerLayerCache, SlruCache, cache_for, uses_of
 from runtime.experts.routes import Kind, RouteHeader, RouteTrace, Step
 from runtime.experts.schedule import ReadJob, ReadQueue, cut_spans
 from runtime.experts.slots import SlotExperts, passing_slots
@@ -421,7 +421,7 @@ CacheMaker = Callable[[int], ExpertCache[ExpertKey]]
 
 
 def cache_maker(policy: str, trace: RouteTrace) -> CacheMaker:
-    """Return what makes a cache of a policy: lru, lfu, slru, per_layer, belady (which knows the trace's future)."""
+    """Return what makes a cache of a policy: auto, lru, lfu, slru, per_layer, belady (knows the trace's future)."""
     header = trace.header
     if policy == "belady":
         uses = uses_of([_keys(step) for step in trace.steps if step.kind is Kind.decode])
@@ -430,7 +430,7 @@ def cache_maker(policy: str, trace: RouteTrace) -> CacheMaker:
         return lambda rows: PerLayerCache(rows, header.num_layers, header.top_k)
     if policy == "slru":
         return SlruCache
-    return CACHES[CachePolicy(policy)]
+    return cache_for(CachePolicy(policy), header.num_layers * header.top_k)
 
 
 def _keys(step: Step) -> list[ExpertKey]:

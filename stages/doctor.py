@@ -117,7 +117,7 @@ def check_fit(report: Report, cfg: RunConfig, sizes: Any, has_gpu: bool) -> None
     report.add(
         "model", "expert cache", "ok" if usable_cache(sizes, cache) else "warn",
         f"{format_nbytes(cache)}, {fit.ram.cache_rows} of {sizes.num_layers * sizes.num_experts} experts",
-        "" if usable_cache(sizes, cache) else "smaller than one token's experts, it finds nothing again: free RAM",
+        "" if usable_cache(sizes, cache) else "smaller than a token's experts, little is found again: free RAM",
     )  # fmt: skip
     machine = Machine(Rates(drive, memory, rates.get("pcie_gib_s", 0.0)), has_gpu, cache)
     bound = "" if has_gpu else "at most, arithmetic not counted: "

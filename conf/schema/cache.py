@@ -9,8 +9,9 @@ from enum import Enum
 class CachePolicy(Enum):
     """Who leaves a full expert cache in RAM."""
 
+    auto = "auto"  # lru; lfu where there are fewer rows than a decoding step of all conversations may use
     lru = "lru"  # who was used longest ago
-    lfu = "lfu"  # who is used least; a use counts half after as many uses as there are rows
+    lfu = "lfu"  # who is used least; a use counts half after as many uses as there are rows, or after four such steps
 
 
 @dataclass
@@ -23,7 +24,7 @@ class CacheConfig:
     vram_gib: float | None = None
     sweep_experts: int = 32  # experts read ahead while a prompt goes through a layer
     table_rows: int = 65536  # rows of n-gram tables kept in RAM
-    policy: CachePolicy = CachePolicy.lru  # who leaves the RAM tier
+    policy: CachePolicy = CachePolicy.auto  # who leaves the RAM tier
     # chat and serve: read in the background what was warm when the last one ended (outputs/warm)
     warm_start: bool = False
     # compare each expert (not the drafts') with its recorded checksum the first time it is read

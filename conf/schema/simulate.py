@@ -9,6 +9,7 @@ from enum import Enum
 class Policy(Enum):
     """Who leaves a full expert cache in the simulator: what cache.policy can be, and what it is compared with."""
 
+    auto = "auto"
     lru = "lru"
     lfu = "lfu"
     slru = "slru"  # segmented LRU

@@ -1,8 +1,8 @@
 """The RAM tier's book: which expert is in which row, and who goes. Integers only, one thread only.
 
-LRU over all layers (it beat LFU, segmented LRU and per-layer LRU on recorded routes; `policies` has them, for the
-simulator). Two things are never evicted: a row that is pinned (the route in use) and a row in flight (a read is
-writing it).
+LRU over all layers (it beat LFU, segmented LRU and per-layer LRU on recorded routes, where a token's experts fit;
+`policies` has them). Two things are never evicted: a row that is pinned (the route in use) and a row in flight (a read
+is writing it).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Other rules than LRU for who goes, and the optimum that no rule can beat. Numbers only.
 
-LFU may be chosen for decoding (`CACHES`); the others are for the simulator.
+LRU and LFU may be chosen for decoding (`cache_for`); the others are for the simulator.
 
 Each is an `ExpertCache`: pins, reads in flight and wrong guesses mean the same, so that the same streamer runs on it.
 """
@@ -22,7 +22,8 @@ from runtime.experts.layout import ExpertKey
 
 Key = TypeVar("Key", bound=Hashable)
 
-HALF_LIFE_CYCLES = 1  # uses, in numbers of rows, after which a use counts half
+HALF_LIFE_STEPS = 4  # decoding steps after which a use counts half, in a cache that holds fewer
+STALE_RANKS = 8  # ranks kept for each row, most of which no longer hold
 PROTECTED_SHARE = 0.8  # of a segmented LRU's rows
 NEVER = math.inf
 
@@ -58,6 +59,14 @@ class _Ranked(_Noting[Key]):
         self._count += 1
         self._rank_of[key] = rank
         heapq.heappush(self._heap, (rank, self._count, key))
+        if (
+            len(self._heap) > STALE_RANKS * self.num_rows
+        ):  # where all is found, nobody looks for a victim
+            self._heap = [entry for entry in self._heap if self._holds(entry)]
+            heapq.heapify(self._heap)
+
+    def _holds(self, entry: tuple[float, int, Key]) -> bool:
+        return entry[2] in self._row_of and self._rank_of[entry[2]] == entry[0]
 
     def keys(self) -> list[Key]:
         return sorted(self._row_of, key=self._rank_of.__getitem__)
@@ -77,7 +86,7 @@ class _Ranked(_Noting[Key]):
         victim = None
         while self._heap and victim is None:
             entry = heapq.heappop(self._heap)
-            if entry[2] not in self._row_of or self._rank_of[entry[2]] != entry[0]:
+            if not self._holds(entry):
                 continue
             if self.is_protected(entry[2]):
                 protected.append(entry)
@@ -89,27 +98,46 @@ class _Ranked(_Noting[Key]):
 
 
 class LfuCache(_Ranked[Key]):
-    """Least frequently used first out; a use counts half after `HALF_LIFE_CYCLES` times as many uses as rows."""
+    """Least frequently used first out. Uses of those that have gone are remembered."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, half_life_uses: float | None = None) -> None:
+        """half_life_uses: after as many uses a use counts half; None: as many as there are rows."""
         super().__init__(num_rows)
+        self._half_life_uses = half_life_uses or num_rows
         self._weight_of: dict[Key, float] = {}  # log2 of the counts, in the units of the first use
         self._uses = 0
 
     def _used(self, key: Key) -> None:
         self._uses += 1
         # later uses weigh more, instead of all earlier ones less
-        weight = self._uses / (HALF_LIFE_CYCLES * self.num_rows)
+        weight = self._uses / self._half_life_uses
         before = self._weight_of.get(key, -NEVER)
         high, low = max(before, weight), min(before, weight)
         self._weight_of[key] = high + math.log2(1 + 2 ** (low - high))
         self._rank(key, self._weight_of[key])
 
 
-CACHES: dict[CachePolicy, Callable[[int], ExpertCache[ExpertKey]]] = {
-    CachePolicy.lru: ExpertCache,
-    CachePolicy.lfu: LfuCache,
-}
+def chosen_policy(policy: CachePolicy, num_rows: int, step_experts: int) -> CachePolicy:
+    """Return what `auto` is: LRU, or LFU where the cache is smaller than what comes by between two uses.
+
+    step_experts: that a decoding step uses at most, of all conversations and layers. An LRU that is smaller finds
+    nothing at all where the same ones come by again and again.
+    """
+    if policy is not CachePolicy.auto:
+        return policy
+    return CachePolicy.lfu if num_rows < step_experts else CachePolicy.lru
+
+
+def cache_for(policy: CachePolicy, step_experts: int) -> Callable[[int], ExpertCache[ExpertKey]]:
+    """Return what makes a cache of a number of rows.  step_experts: as for `chosen_policy`."""
+
+    def make(num_rows: int) -> ExpertCache[ExpertKey]:
+        if chosen_policy(policy, num_rows, step_experts) is CachePolicy.lru:
+            return ExpertCache(num_rows)
+        is_small = num_rows < step_experts
+        return LfuCache(num_rows, HALF_LIFE_STEPS * step_experts if is_small else num_rows)
+
+    return make
 
 
 class SlruCache(_Noting[Key]):

@@ -45,11 +45,8 @@ def requests_of(trace: RouteTrace) -> Requests:
 
 
 def lfu(half_life: float) -> Callable[[int], ExpertCache[int]]:
-    def make(rows: int) -> ExpertCache[int]:
-        policies.HALF_LIFE_CYCLES = half_life
-        return LfuCache(rows)
-
-    return make
+    """half_life: in numbers of rows."""
+    return lambda rows: LfuCache(rows, half_life * rows)
 
 
 def slru(share: float) -> Callable[[int], ExpertCache[int]]:

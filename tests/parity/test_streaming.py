@@ -13,7 +13,7 @@ from conf.schema import CachePolicy, DirectIo, DriveConfig
 from runtime.experts import checks
 from runtime.experts.child_reader import ChildReader
 from runtime.experts.layout import ExpertKey, PackedLayout
-from runtime.experts.policies import CACHES
+from runtime.experts.policies import cache_for
 from runtime.experts.reader import DirectReader
 from runtime.experts.streamer import ExpertStreamer
 from runtime.units import GIB, PAGE_NBYTES
@@ -87,7 +87,12 @@ def test_any_setting(
     layout = PackedLayout.open(tiny_files.pack)
     reader = DirectReader(layout.files, drive, preadv=Shuffle(seed, delay_us))
     streamer = ExpertStreamer(
-        layout, reader, cache_rows, sweep_rows, prefetch, make_cache=CACHES[policy]
+        layout,
+        reader,
+        cache_rows,
+        sweep_rows,
+        prefetch,
+        make_cache=cache_for(policy, layout.num_layers * TOP_K),
     )
     keys = [ExpertKey(i, e) for i in range(layout.num_layers) for e in range(layout.num_experts)]
     streamer.warm_up(random.Random(seed).sample(keys, num_warm), cache_rows - TOP_K)

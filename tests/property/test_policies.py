@@ -9,19 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conf.schema import CachePolicy
 from runtime.errors import UserError
 from runtime.experts.cache import ExpertCache
 from runtime.experts.layout import ExpertKey
 from runtime.experts.policies import (
-    HALF_LIFE_CYCLES,
+    HALF_LIFE_STEPS,
+    STALE_RANKS,
     BeladyCache,
     LfuCache,
     PerLayerCache,
     SlruCache,
+    cache_for,
     count_hits,
     most_hits,
     uses_of,
 )
+from runtime.experts.routes import RouteHeader
+from runtime.locality import PRESETS, generate
 
 requests_of_few = st.lists(
     st.lists(st.integers(0, 5), min_size=1, max_size=2, unique=True).map(tuple), max_size=9
@@ -67,12 +72,19 @@ def test_no_rule_finds_more_than_the_bound(requests, num_rows):
     ), "of one layer, LRU is per-layer LRU"
 
 
-@given(requests=requests_of_many, num_rows=st.integers(3, 6))
-def test_lfu_by_counting(requests, num_rows):
-    """Against counts that are aged all at once, each time."""
-    cache = LfuCache(num_rows)
+@given(
+    requests=requests_of_many,
+    num_rows=st.integers(3, 6),
+    step_experts=st.sampled_from([None, 1, 7, 30]),
+)
+def test_lfu_by_counting(requests, num_rows, step_experts):
+    """Against counts that are aged all at once, each time.  step_experts: None: of a cache by itself."""
+    cache, half_life = LfuCache(num_rows), num_rows
+    if step_experts is not None:
+        cache = cache_for(CachePolicy.lfu, step_experts)(num_rows)
+        half_life = num_rows if step_experts <= num_rows else HALF_LIFE_STEPS * step_experts
     counts, here, uses, stamp = {}, [], 0, {}
-    ageing = 2 ** (-1 / (HALF_LIFE_CYCLES * num_rows))
+    ageing = 2 ** (-1 / half_life)
 
     def use(key):
         nonlocal uses
@@ -100,6 +112,38 @@ def test_lfu_by_counting(requests, num_rows):
             here.append(key)
             use(key)
     assert count_hits(cache, requests) == hits
+
+
+@pytest.mark.parametrize("num_rows", [47, 48])
+def test_auto_is_an_lru_that_holds_a_step_or_an_lfu(num_rows):
+    made = cache_for(CachePolicy.auto, 48)(num_rows)
+    assert type(made) is (LfuCache if num_rows < 48 else ExpertCache)
+    assert type(cache_for(CachePolicy.lru, 48)(num_rows)) is ExpertCache
+    assert type(cache_for(CachePolicy.lfu, 48)(num_rows)) is LfuCache
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rows", [12, 24, 40])
+def test_a_cache_smaller_than_a_token_keeps_what_comes_often(seed, rows):
+    """On a generated route as alike as the published one: an LRU finds next to nothing there."""
+    trace = generate(RouteHeader("made up", 8, 64, 6, 4096), PRESETS["qwen"], 120, seed)
+    requests = [[ExpertKey(step.layer, expert) for expert in step.experts] for step in trace.steps]
+    auto, lru = (
+        count_hits(cache_for(policy, 48)(rows), requests) / (48 * 120)
+        for policy in (CachePolicy.auto, CachePolicy.lru)
+    )
+    assert lru < 0.01
+    bound = most_hits(requests, rows) / (48 * 120)
+    assert auto > 0.35 * bound, f"{auto:.3f} of {bound:.3f}"
+
+
+def test_ranks_that_no_longer_hold_are_thrown_away_though_nobody_leaves():
+    cache = LfuCache(4)
+    for _ in range(1000):
+        count_hits(cache, [(0, 1, 2)])
+    assert len(cache._heap) <= STALE_RANKS * 4
+    count_hits(cache, [(3,), (4,), (5,)])
+    assert set(cache.keys()) == {0, 1, 2, 5}, "those used once took turns"
 
 
 def test_slru_by_hand():

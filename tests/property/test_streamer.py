@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from conf.schema import CachePolicy, DirectIo, DriveConfig
 from runtime.checkpoint import Extent
 from runtime.experts.layout import ExpertKey, aligned_spans
-from runtime.experts.policies import CACHES
+from runtime.experts.policies import cache_for
 from runtime.experts.reader import DirectReader, ReadError
 from runtime.experts.resident import ResidentExperts
 from runtime.experts.streamer import ExpertStreamer
@@ -100,7 +100,7 @@ class StreamerMachine(RuleBasedStateMachine):
             sweep_rows,
             prefetch,
             cache_rows - ROUTE,
-            make_cache=CACHES[policy],
+            make_cache=cache_for(policy, LAYERS * ROUTE),
         )
         self.given, self.given_before = [], []  # by `ahead`: since the last call, and before it
         self.cache_rows = cache_rows

@@ -269,7 +269,7 @@ def test_belady_in_the_streamer_is_the_bound(rows):
     trace = generate(HEADER, ALIKE, 60)
     requests = [[(s.layer, e) for e in s.experts] for s in trace.steps]
     hits = {}
-    for policy in ("lru", "lfu", "slru", "belady"):
+    for policy in ("auto", "lru", "lfu", "slru", "belady"):
         simulation = Simulation(
             HEADER, Machine(1.0), Setting(rows, prefetch_experts=0), cache_maker(policy, trace)
         )
@@ -287,7 +287,7 @@ def test_belady_in_the_streamer_is_the_bound(rows):
 @settings(max_examples=40)
 @given(
     rows=st.integers(8, 128), guesses=st.integers(0, 4), copies=st.integers(0, 2), kept=st.integers(0, 40),
-    policy=st.sampled_from(["lru", "lfu", "slru", "belady"]), link=st.sampled_from([0.0, 8.0]),
+    policy=st.sampled_from(["auto", "lru", "lfu", "slru", "belady"]), link=st.sampled_from([0.0, 8.0]),
     is_shared=st.booleans(), depth=st.integers(1, 8), seed=st.integers(0, 99), cpu=st.sampled_from([0.0, 4.0, 40.0]),
 )  # fmt: skip
 def test_any_setting_adds_up(
