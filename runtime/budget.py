@@ -297,5 +297,5 @@ def _warnings(sizes: ModelSizes, rows: int, cache_gib: float | None) -> tuple[st
         advice = f"a step's experts need {gib:.4f} GiB: raise hw.ram_gib, or lower hw.reserve_gib"
     return (
         f"the expert cache holds {rows} experts, a decoding step uses up to {need}: an LRU would find nothing again, "
-        f"so cache.policy=auto keeps those used most; {advice}",
+        f"cache.policy=auto keeps those used most; {advice}",
     )

@@ -56,12 +56,19 @@ PRESETS = {
 }
 
 
-def generate(header: RouteHeader, locality: Locality, num_tokens: int, seed: int = 0) -> RouteTrace:
-    """Return `num_tokens` decoded tokens; the same for the same arguments."""
+def generate(
+    header: RouteHeader, locality: Locality, num_tokens: int, seed: int = 0, conversation: int = 0
+) -> RouteTrace:
+    """Return `num_tokens` decoded tokens; the same for the same arguments.
+
+    conversation: others like the same experts and draw other ones.
+    """
     check(header, locality)
     layers, experts, top_k = header.num_layers, header.num_experts, header.top_k
     rng = np.random.default_rng(seed)
     liking = locality.skew * rng.standard_normal((layers, experts))
+    if conversation:
+        rng = np.random.default_rng([seed, conversation])
     right_share = _right_shares(locality, top_k)
     before = np.zeros((layers, experts), dtype=bool)
     rows = np.arange(layers)[:, None]

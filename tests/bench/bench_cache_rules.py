@@ -18,13 +18,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "e2e")]
 
+from conf.schema import CachePolicy
 from runtime.engine import Engine
 from runtime.experts import frequency, policies
 from runtime.experts.cache import ExpertCache
 from runtime.experts.frequency import KeptExperts
-from runtime.experts.policies import LfuCache, SlruCache, count_hits, most_hits
+from runtime.experts.policies import LfuCache, SlruCache, cache_for, count_hits, most_hits
 from runtime.experts.routes import Kind, RouteHeader, RouteTrace, read_routes
-from runtime.locality import PRESETS, generate
+from runtime.locality import PRESETS, Locality, generate
 from runtime.session import Session
 from stages.bench_report import format_table
 
@@ -67,10 +68,25 @@ RULES: dict[str, Callable[[int], ExpertCache[int]]] = {
 }
 
 
-def ram_row(name: str, requests: Requests, rows: int) -> list[str]:
+def ram_row(name: str, requests: Requests, rows: int, step_experts: int) -> list[str]:
+    """step_experts: that a decoding step uses at most."""
     uses = sum(map(len, requests))
-    found = [count_hits(make(rows), requests) / uses for make in RULES.values()]
-    return [name, *(f"{share:.1%}" for share in [*found, most_hits(requests, rows) / uses])]
+    rules = [*RULES.values(), cache_for(CachePolicy.auto, step_experts)]
+    found = [count_hits(make(rows), requests) / uses for make in rules]
+    return [
+        name,
+        str(rows),
+        *(f"{share:.1%}" for share in [*found, most_hits(requests, rows) / uses]),
+    ]
+
+
+def together(header: RouteHeader, locality: Locality, tokens: int, count: int) -> Requests:
+    """Return what `count` conversations ask for that are decoded in step: of each layer, every expert once."""
+    alone = [requests_of(generate(header, locality, tokens, conversation=n)) for n in range(count)]
+    return [
+        list(dict.fromkeys(key for route in routes for key in route))
+        for routes in zip(*alone, strict=True)
+    ]
 
 
 def lru_of_layers(requests: Requests, header: RouteHeader, slots: int, first: int) -> int:
@@ -117,20 +133,30 @@ def main(paths: Sequence[str]) -> None:
             for seed in range(parts):
                 requests += requests_of(generate(header, PRESETS[model], tokens, seed))
             name = f"{model}, {'one topic' if parts == 1 else f'a new one every {tokens} tokens'}"
-            ram.append(ram_row(name, requests, rows))
+            step = header.num_layers * header.top_k
+            ram.append(ram_row(name, requests, rows, step))
             vram.append(vram_row(name, requests, header, slots))
+        for share in (8, 2):  # of what a token uses
+            requests = requests_of(generate(header, PRESETS[model], 150))
+            ram.append(ram_row(f"{model}, 1/{share} of a token", requests, step // share, step))
+        for count in (2, 4, 8):
+            requests = together(header, PRESETS[model], 80, count)
+            ram.append(ram_row(f"{model}, {count} together", requests, rows, count * step))
+            small = f"{model}, {count} together, room for 1.5 tokens"
+            ram.append(ram_row(small, requests, 3 * step // 2, count * step))
     for path in paths:
         trace = read_routes(Path(path))
         header, requests = trace.header, requests_of(trace)
         experts = header.num_layers * header.num_experts
+        step = header.num_layers * header.top_k
         ram += [
-            ram_row(f"{header.model}, 1/{share} of {experts}", requests, experts // share)
+            ram_row(f"{header.model}, 1/{share} of {experts}", requests, experts // share, step)
             for share in (8, 4, 2)
         ]
         vram += [
             vram_row(header.model, requests, header, routes * header.top_k) for routes in (2, 8)
         ]
-    print(format_table(["routes", *RULES, "Belady"], ram))
+    print(format_table(["routes", "rows", *RULES, "auto", "Belady"], ram))
     print()
     print(
         format_table(
