@@ -48,6 +48,10 @@ class ModelSizes:
         route = min(count * self.top_k, self.num_experts)
         return replace(self, state_nbytes=count * self.state_nbytes, top_k=route)
 
+    def for_rows(self, count: int) -> ModelSizes:
+        """Return what passes of `count` tokens of one conversation need, whose experts are asked for at once."""
+        return replace(self, top_k=min(count * self.top_k, self.num_experts))
+
     @property
     def token_experts(self) -> int:
         """Experts that a decoding step uses at most, over all layers."""

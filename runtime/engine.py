@@ -28,7 +28,7 @@ from runtime.budget import (
     ram_limit,
     vram_limit,
 )
-from runtime.drafts.opening import open_drafting
+from runtime.drafts.opening import drafts_on, most_rows, open_drafting
 from runtime.drafts.passes import Drafting
 from runtime.errors import ContextLengthError, UserError
 from runtime.experts.checks import Checksums
@@ -260,6 +260,7 @@ class Engine:
         computing_cpus: Sequence[int],
     ) -> Self:
         check_cpu_experts(config, device)
+        config = replace(config, drafts=drafts_on(config.drafts, device))
         dtype = hardware.resolve_dtype(config.hw.dtype, device)
         family = load_family(config.model.family)
         spec = family.read_spec(files.snapshot)
@@ -270,6 +271,9 @@ class Engine:
         spares = spare_rows(spread, config.hw, layout.record_nbytes)
         sizes = family.model_sizes(spec, files, layout, config, dtype)
         sizes = sizes.for_conversations(config.serve.max_batch)
+        has_rows = config.drafts.enabled and device.type == "cuda"
+        if has_rows:
+            sizes = sizes.for_rows(most_rows(config.drafts, block=0))
         wanted, reserve = config.hw.ram_gib, config.hw.reserve_gib
         total, available = hardware.total_ram_nbytes(), hardware.available_ram_nbytes()
         limit = ram_limit(wanted, total, available, reserve)
@@ -336,7 +340,7 @@ class Engine:
                         threads = len(computing_cpus) + 1 if computing_cpus else threads
                         experts.workers = Workers(computing_cpus, threads, records)
             shared = share(experts) if config.serve.max_batch > 1 else None
-            source = shared or experts
+            source = shared or (share(experts) if has_rows else experts)
             model = family.open_model(spec, files, layout, source, config, device, dtype)
         except BaseException:
             experts.close()

@@ -72,13 +72,16 @@ class Drafting:
         read_nbytes: Callable[[], int],
         gate: DepthGate | None = None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
+        is_settled: Callable[[int], bool] | None = None,
     ) -> None:
         """depth: guesses at most.  read_nbytes: running total of what was read from the drive.
 
-        gate: chooses the depth of each pass; None: always `depth`.
+        gate: chooses the depth of each pass; None: always `depth`.  is_settled: whether a pass of so many rows takes as
+        long as those after it, so that the gate may learn from it; None: all do.
         """
         self._model, self._source, self.source_name, self.depth = model, source, source_name, depth
         self._read_nbytes, self._gate, self._clock_ns = read_nbytes, gate, clock_ns
+        self._is_settled = is_settled
         self.proposed = self.accepted = self.passes = 0
 
     def run(
@@ -98,6 +101,7 @@ class Drafting:
         wanted = self.depth if self._gate is None else self._gate.choose()
         wanted = min(wanted, limit - 1)
         guesses = self._source.propose(tokens, token, state, wanted) if wanted > 0 else []
+        is_settled = self._is_settled is None or self._is_settled(1 + len(guesses))
         if not guesses:
             logits = self._model.decode(token, state)
             found = Pass([token], logits, [draw(logits)], None)
@@ -107,7 +111,7 @@ class Drafting:
         self.passes += 1
         self.proposed += len(guesses)
         self.accepted += right
-        if self._gate is not None:
+        if self._gate is not None and is_settled:
             spent = self._clock_ns() - started
             self._gate.record(len(guesses), right, spent, self._read_nbytes() - before)
         return found

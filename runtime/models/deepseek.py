@@ -23,7 +23,7 @@ from kernels.formats import MX_GROUP
 from runtime import cores, hardware
 from runtime.budget import ModelSizes
 from runtime.checkpoint import Checkpoint, torch_dtype
-from runtime.drafts.opening import check_device, has_heads
+from runtime.drafts.opening import ROW_NBYTES, check_decoders, has_heads, most_rows, open_rows
 from runtime.errors import UserError
 from runtime.experts.arena import HostArena
 from runtime.experts.cpu_share import CpuShare, Workers, open_share
@@ -69,7 +69,7 @@ def read_spec(snapshot: Path) -> DeepseekSpec:
 
 def check_support(spec: DeepseekSpec, config: RunConfig, device: torch.device) -> None:
     """Refuse what this engine cannot do for the model."""
-    check_device(config.drafts, device)
+    check_decoders(config, device)
     if device.type != "cpu" and config.deepseek.replay is not Replay.exact:
         raise UserError(
             "deepseek.replay=bounded runs on the CPU only so far", "leave out deepseek.replay"
@@ -155,6 +155,8 @@ def _sizes(
     entries = sum(tokens // spec.compress_ratios[layer] for layer in spec.kv_sources)
     state = 2 * spec.num_layers * spec.window * spec.head_dim
     state += 2 * entries * (spec.head_dim + spec.index_dim)
+    if has_gpu and config.drafts.enabled:
+        state += most_rows(config.drafts, 0) * ROW_NBYTES
     embedding = nbytes.pop("embed.weight") // (1 if has_gpu else 2)
     head = nbytes.pop("head.weight") if has_gpu else 0  # read in place
     return ModelSizes(
@@ -238,7 +240,7 @@ def open_model(
         tables,
         config.hw.drive,
         config.cache.table_rows,
-        config.serve.max_batch,
+        max(config.serve.max_batch, most_rows(config.drafts, 0) if config.drafts.enabled else 1),
         limit_s,
     )
 
@@ -269,10 +271,10 @@ def open_model(
         if limit_s is not None:
             model.decoder = TokenDecoder(model, layout, limit_s)
         else:
-            model.decoder = open_lanes(
-                partial(Decoder, model, layout, config.hw.has_graphs, cpu=cpu),
-                config.serve.max_batch,
-            )
+            make = partial(Decoder, model, layout, config.hw.has_graphs)
+            model.decoder = open_lanes(partial(make, cpu=cpu), config.serve.max_batch)
+            if config.drafts.enabled:
+                model.decoded_rows = open_rows(make, model.decoder, config.drafts, experts)
     return model
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from runtime.errors import UserError
 from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
+from runtime.models.decoded_rows import RowsAttempt
 from runtime.models.deepseek_state import Compressed, DeepseekState
 from runtime.models.graphs import Graphs
 from runtime.models.head_split import HeadLane
@@ -41,10 +42,12 @@ class Decoder:
         has_graphs: bool,
         graphs: Graphs | None = None,
         cpu: tuple[CpuShare, Mxfp4Compute] | None = None,
+        beside: Decoder | None = None,
     ) -> None:
         """has_graphs: capture and replay (CUDA).  graphs: of another decoder of this model.
 
-        cpu: who computes a share of the experts, and with what input.
+        cpu: who computes a share of the experts, and with what input.  beside: another decoder, whose conversation's
+        next tokens this one takes in with `feed`, so that they can be taken back.
         """
         from kernels import (
             deepseek_attention,
@@ -148,14 +151,24 @@ class Decoder:
             after.ffn_norm.float() / block.ffn_norm.float()
             for block, after in itertools.pairwise(blocks)
         ]
-        # the state of one conversation
-        self.static = DeepseekState(spec, self.device)
-        for layer in self.static.compressed:
-            rows = capacity // spec.compress_ratios[layer]
-            self.static.compressed[layer] = Compressed(
-                buffer(rows, spec.head_dim), buffer(rows, spec.index_dim)
+        # the state of one conversation; of what the last token overwrote, the window's row and the tail of each layer
+        self._before: tuple[dict[int, Tensor], dict[int, Tensor]] | None = None
+        if beside is None:
+            self.static = DeepseekState(spec, self.device)
+            for layer in self.static.compressed:
+                rows = capacity // spec.compress_ratios[layer]
+                self.static.compressed[layer] = Compressed(
+                    buffer(rows, spec.head_dim), buffer(rows, spec.index_dim)
+                )
+            self.tails = {
+                layer: buffer(2, spec.head_dim, dtype=fp32) for layer in self.static.tails
+            }
+        else:
+            self.static, self.tails = beside.static, beside.tails
+            self._before = (
+                {layer: buffer(1, spec.head_dim) for layer in self.static.windows},
+                {layer: torch.zeros_like(tail) for layer, tail in self.tails.items()},
             )
-        self.tails = {layer: buffer(2, spec.head_dim, dtype=fp32) for layer in self.static.tails}
         self._bound: weakref.ref[DeepseekState] | None = None
         self.graphs = Graphs(has_graphs, graphs)
         self._steps = 0
@@ -179,7 +192,36 @@ class Decoder:
     @torch.inference_mode()
     def step(self, token: int, state: DeepseekState) -> Tensor:
         """Take in one token: fp32 logits [1, vocab], overwritten by the next step."""
-        ids = self._begin(token, state)
+        self._compute_layers(self._begin(token, state))
+        return self._end(token, state)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a step's launches are compiled and captured, so that the next takes as long as those after it."""
+        return self._steps > 1
+
+    def feed(self, token: int, position: int, context: Sequence[int]) -> Tensor:
+        """Take in a token of the conversation beside, in inference mode: fp32 logits [1, vocab], as `step`'s.
+
+        context: up to three tokens before it, oldest first. Where the conversation is, its own record says as before.
+        """
+        assert self._before is not None, "opened beside another decoder"
+        self._compute_layers(self._enter(token, position, context))
+        self._steps += 1
+        return self.logits
+
+    def take_back(self) -> None:
+        """Make the state what it was before the last token that was fed. Entries end where the position says."""
+        assert self._before is not None, "opened beside another decoder"
+        rows, tails = self._before
+        place = self.position % self.spec.window
+        for layer, row in rows.items():
+            self.static.windows[layer].index_copy_(0, place, row)
+        for layer, tail in tails.items():
+            self.tails[layer].copy_(tail)
+
+    def _compute_layers(self, ids: Any) -> None:
+        """Run all layers and the head.  ids: of the token's Engram rows."""
         for layer in range(self.spec.num_layers):
             if layer in self.host_rows:
                 self._collect(layer, ids)
@@ -192,20 +234,27 @@ class Decoder:
             self._run_experts(layer)
         self._run(self.spec.num_layers, self._last)
         self._share_head()
-        return self._end(token, state)
 
     def _begin(self, token: int, state: DeepseekState) -> Any:
-        """Fill in the step's inputs; ask for the token's Engram rows, and return their ids."""
-        model = self.model
+        """Bring the state in, and fill in the step's inputs; return the ids of `_enter`."""
+        self._bring_in(state)
+        return self._enter(token, state.position, state.context)
+
+    def _bring_in(self, state: DeepseekState) -> None:
+        """Bind a state, with what its compressors wait with."""
         self.bind(state)
         for layer, tail in self.tails.items():
             kept = state.tails[layer]
             if len(kept) and kept.data_ptr() != tail.data_ptr():
                 tail.copy_(kept[0])
-        ids = model.row_ids([token], state.context)
+
+    def _enter(self, token: int, position: int, context: Sequence[int]) -> Any:
+        """Fill in the step's inputs; ask for the token's Engram rows, and return their ids."""
+        model = self.model
+        ids = model.row_ids([token], context)
         if model.rows is not None:
             model.rows.request(ids)
-        self.host_position[0] = state.position
+        self.host_position[0] = position
         self.host_entry.copy_(model.embedding[token])
         return ids
 
@@ -215,13 +264,16 @@ class Decoder:
 
     def _end(self, token: int, state: DeepseekState) -> Tensor:
         self._steps += 1
-        state.context = [*state.context, token][-3:]
-        state.position += 1
-        for layer, cache in state.compressed.items():
-            cache.length = state.position // self.spec.compress_ratios[layer]
-        for layer, tail in self.tails.items():
-            state.tails[layer] = tail.unsqueeze(0)[: state.position % 2]
+        self._move(state, state.position + 1, [*state.context, token][-3:])
         return self.logits
+
+    def _move(self, state: DeepseekState, position: int, context: list[int]) -> None:
+        """Let a state whose tensors are in the buffers be at a position.  context: up to three tokens before it."""
+        state.position, state.context = position, context
+        for layer, cache in state.compressed.items():
+            cache.length = position // self.spec.compress_ratios[layer]
+        for layer, tail in self.tails.items():
+            state.tails[layer] = tail.unsqueeze(0)[: position % 2]
 
     def _share_head(self) -> None:
         """Let CPU and GPU compute the head behind the last segment, where they share it."""
@@ -287,6 +339,8 @@ class Decoder:
         if layer == 0 or block.engram is not None:
             self._token.mix_streams(self.streams, connection.fn, self.partials)
         self._read(self.streams, self.pre, block.attn_norm, self.u, connection, self.pre_after)
+        if self._before is not None:
+            self._keep(*self._before, layer)
         self._attend(block.attention, layer)
         connection = block.hc_ffn
         self._token.write_streams(
@@ -422,6 +476,13 @@ class Decoder:
         if self._cpu is not None:
             self._cpu.receive(self.rounded, self.weights)
 
+    def _keep(self, rows: dict[int, Tensor], tails: dict[int, Tensor], layer: int) -> None:
+        """Copy what the token will overwrite of a layer's state."""
+        place = self.position % self.spec.window
+        torch.index_select(self.static.windows[layer], 0, place, out=rows[layer])
+        if layer in tails:
+            tails[layer].copy_(self.tails[layer])
+
     def _route_of(self, layer: int) -> Tensor:
         """Return where a layer's route and guesses go: [k + guesses] int64."""
         return self.host_route[layer]
@@ -483,3 +544,18 @@ class Decoder:
             cache.keys[: old.length] = old.keys[: old.length]
             state.compressed[layer] = Compressed(cache.entries, cache.keys, old.length)
         self._bound = weakref.ref(state)
+
+
+class DeepseekRowsAttempt(RowsAttempt[Decoder, DeepseekState]):
+    """Tokens behind a conversation, each by a decoder of its own, that may be taken back."""
+
+    context_tokens = 3
+
+    def enter(self) -> None:
+        self.decoder._bring_in(self.state)
+
+    def context(self) -> list[int]:
+        return self.state.context
+
+    def move(self, position: int, context: list[int]) -> None:
+        self.decoder._move(self.state, position, context)

@@ -32,7 +32,8 @@ from runtime.models.head_split import HeadSplit
 from runtime.models.lanes import Lanes
 
 if TYPE_CHECKING:
-    from runtime.models.deepseek_decode import Decoder
+    from runtime.models.decoded_rows import DecodedRows
+    from runtime.models.deepseek_decode import Decoder, DeepseekRowsAttempt
 
 # (Engram layer, its row ids, token-major) -> rows, bf16 [T, rows per token * row width]
 EngramRows = Callable[[int, Sequence[int]], Tensor]
@@ -307,6 +308,9 @@ class DeepseekModel:
         self.head_split: HeadSplit | None = None  # with a GPU: the CPU's part; None: it has none
         # on a GPU: decodes instead of the layers' own path
         self.decoder: Decoder | Lanes | None = None
+        self.decoded_rows: DecodedRows[Decoder] | None = (
+            None  # beside it, where tokens may be taken back
+        )
         # of a prompt, through everything but the experts; None: all
         self.chunk_tokens: int | None = None
         self.engram_rows, self.row_ids, self.max_positions = engram_rows, row_ids, max_positions
@@ -347,7 +351,8 @@ class DeepseekModel:
     @property
     def device_wait_ns(self) -> int:
         """Nanoseconds that the host has waited for the GPU's routes so far."""
-        return self.decoder.wait_ns if self.decoder is not None else 0
+        waiting = self.decoded_rows or self.decoder
+        return waiting.wait_ns if waiting is not None else 0
 
     def new_state(self) -> DeepseekState:
         """Return the state of an empty conversation."""
@@ -381,12 +386,19 @@ class DeepseekModel:
             return self.decoder.step(token, state).clone()  # the next step overwrites its buffer
         return self._forward([token], state, all_logits=False, after_layer=lambda: None)
 
-    def attempt(self, tokens: Sequence[int], state: DeepseekState) -> DeepseekAttempt:
-        """Take in a few tokens, at most a window of them, that may be taken back; each as `decode` would, to the bit.
+    def attempt(
+        self, tokens: Sequence[int], state: DeepseekState
+    ) -> DeepseekAttempt | DeepseekRowsAttempt:
+        """Take in a few tokens that may be taken back, at most a window of them, each as `decode` would, to the bit."""
+        if self.decoded_rows is None:
+            return DeepseekAttempt(self, tokens, state)
+        from runtime.models.deepseek_decode import DeepseekRowsAttempt
 
-        On a CPU.
-        """
-        return DeepseekAttempt(self, tokens, state)
+        return DeepseekRowsAttempt(self.decoded_rows, tokens, state)
+
+    def is_settled(self, count: int) -> bool:
+        """Whether a pass of `count` tokens takes as long as those after it."""
+        return self.decoded_rows is None or self.decoded_rows.is_settled(count)
 
     @torch.inference_mode()
     def _forward(

@@ -20,7 +20,7 @@ from torch import Tensor
 from conf.schema import Deltanet, RunConfig
 from runtime.budget import ModelSizes
 from runtime.checkpoint import Checkpoint, bytes_to_tensor, read_extent, read_header, torch_dtype
-from runtime.drafts.opening import check_device, has_heads, most_rows
+from runtime.drafts.opening import ROW_NBYTES, check_decoders, has_heads, most_rows, open_rows
 from runtime.errors import UserError
 from runtime.experts.cpu_share import CpuShare, open_share
 from runtime.experts.layout import Nvfp4Shape, PackedLayout
@@ -28,6 +28,7 @@ from runtime.experts.reader import DirectReader
 from runtime.experts.slots import SlotExperts
 from runtime.experts.source import ExpertSource
 from runtime.experts.spread import open_pack
+from runtime.hardware import resolve_device
 from runtime.models.buffers import check_context
 from runtime.models.cpu_experts import Nvfp4Compute, compiled_kernels
 from runtime.models.lanes import open_lanes
@@ -70,7 +71,7 @@ def read_spec(snapshot: Path) -> QwenSpec:
 
 def check_support(spec: QwenSpec, config: RunConfig, device: torch.device) -> None:
     """Refuse what this engine cannot do for the model."""
-    check_device(config.drafts, device)
+    check_decoders(config, device)
     check_context(config.model.context_tokens, spec.max_positions)
 
 
@@ -102,12 +103,15 @@ def model_sizes(
     block = mtp_depth(checkpoint)
     # the recurrent state after each row of a pass
     num_delta = spec.num_layers - sum(spec.is_attention)
-    rows = most_rows(config.drafts, block) * num_delta * _delta_nbytes(spec, dtype.itemsize)
+    rows = most_rows(config.drafts, block)
+    rows_nbytes = rows * num_delta * _delta_nbytes(spec, dtype.itemsize)
+    if resolve_device(config.hw.device).type == "cuda":
+        rows_nbytes += rows * ROW_NBYTES
     residents = sizes.residents_nbytes
     if has_heads(config.drafts, block):
         residents += mtp_nbytes(checkpoint, spec, config.drafts, dtype)
     return dataclasses.replace(
-        sizes, residents_nbytes=residents, state_nbytes=sizes.state_nbytes + rows
+        sizes, residents_nbytes=residents, state_nbytes=sizes.state_nbytes + rows_nbytes
     )
 
 
@@ -225,10 +229,11 @@ def open_model(
         if limit_s is not None:
             model.decoder = TokenDecoder(model, context, limit_s)
         else:
-            model.decoder = open_lanes(
-                partial(Decoder, model, context, config.hw.has_graphs, cpu=cpu),
-                config.serve.max_batch,
-            )
+            make = partial(Decoder, model, context, config.hw.has_graphs)
+            model.decoder = open_lanes(partial(make, cpu=cpu), config.serve.max_batch)
+            if config.drafts.enabled:
+                model.decoded_rows = open_rows(make, model.decoder, config.drafts, experts)
+            return model
     if config.drafts.enabled:
         from runtime.models.qwen_drafts import mtp_depth, with_mtp
 

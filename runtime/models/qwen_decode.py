@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,6 +25,7 @@ from kernels import reference as ops
 from kernels import reference_attention
 from kernels.attention_token import scratch_shapes
 from kernels.fp8_matvec import linear, linear_pair
+from runtime.models.decoded_rows import RowsAttempt
 from runtime.models.graphs import Graphs
 from runtime.models.qwen_state import AttentionState, QwenState
 
@@ -44,10 +45,13 @@ class Decoder:
         has_graphs: bool,
         graphs: Graphs | None = None,
         cpu: tuple[CpuShare, Nvfp4Compute] | None = None,
+        beside: Decoder | None = None,
     ) -> None:
         """context_tokens: keys, values and masks have room for this many.  has_graphs: capture and replay (CUDA).
 
         graphs: of another decoder of this model.  cpu: who computes a share of the experts, and with what input.
+        beside: another decoder, whose conversation's next tokens this one takes in with `feed`, so that they can be
+        taken back.
         """
         self._share: CpuShare | None = None
         self._cpu: Nvfp4Compute | None = None
@@ -77,8 +81,11 @@ class Decoder:
             host = torch.zeros(shape, dtype=dtype)
             return host.pin_memory() if device.type == "cuda" else host
 
-        positions = torch.arange(capacity, device=device)
-        self.cos, self.sin = ops.rope_tables(positions, spec.rotary_dim, spec.rope_theta)
+        if beside is None:
+            positions = torch.arange(capacity, device=device)
+            self.cos, self.sin = ops.rope_tables(positions, spec.rotary_dim, spec.rope_theta)
+        else:
+            self.cos, self.sin = beside.cos, beside.sin
         # inputs: token and position, its embedding, n-gram rows, addresses of experts; output: routes and guesses
         self.host_in, self.dev_in = pinned(2), buffer(2, dtype=torch.int64)
         self.host_hidden = pinned(1, spec.hidden, dtype=dtype)
@@ -114,15 +121,21 @@ class Decoder:
         shapes = scratch_shapes(spec.heads, spec.head_dim, capacity)
         self.partials = [buffer(*shape, dtype=torch.float32) for shape in shapes.values()]
         self.attended = buffer(1, spec.heads * spec.head_dim)
-        # the state of one conversation
-        self.static = QwenState(spec, dtype, device)
-        for layer in self.static.attention:
-            self.static.attention[layer] = AttentionState(
-                buffer(capacity, spec.kv_heads, spec.head_dim),
-                buffer(capacity, spec.kv_heads, spec.head_dim),
-                buffer(self.num_blocks, spec.index_dim),
-                buffer(size, spec.index_dim),
-            )
+        # the state of one conversation, and what a token changes of it, as it was before
+        self._before: QwenState | None = None
+        if beside is None:
+            self.static = QwenState(spec, dtype, device)
+            for layer in self.static.attention:
+                self.static.attention[layer] = AttentionState(
+                    buffer(capacity, spec.kv_heads, spec.head_dim),
+                    buffer(capacity, spec.kv_heads, spec.head_dim),
+                    buffer(self.num_blocks, spec.index_dim),
+                    buffer(size, spec.index_dim),
+                )
+        else:
+            self.static, self._before = beside.static, QwenState(spec, dtype, device)
+            for kept in self._before.attention.values():
+                kept.open_block = buffer(size, spec.index_dim)
         self._bound: weakref.ref[QwenState] | None = None
         self._bound_version = -1
         self.graphs = Graphs(has_graphs, graphs)
@@ -137,8 +150,38 @@ class Decoder:
     @torch.inference_mode()
     def step(self, token: int, state: QwenState) -> Tensor:
         """Take in one token: fp32 logits [1, vocab], overwritten by the next step."""
+        self._compute_layers(self._begin(token, state))
+        return self._end(token, state)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a step's launches are compiled and captured, so that the next takes as long as those after it."""
+        return self._steps > 1
+
+    def feed(self, token: int, position: int, context: Sequence[int]) -> Tensor:
+        """Take in a token of the conversation beside, in inference mode: fp32 logits [1, vocab], as `step`'s.
+
+        context: the two tokens before it, oldest first. Where the conversation is, its own record says as before.
+        """
+        assert self._before is not None, "opened beside another decoder"
+        self._compute_layers(self._enter(token, position, context))
+        self._steps += 1
+        return self.logits
+
+    def take_back(self) -> None:
+        """Make the state what it was before the last token that was fed; the position says where keys end."""
+        before, static = self._before, self.static
+        assert before is not None, "opened beside another decoder"
+        for layer in before.delta:
+            static.delta[layer].copy_(before.delta[layer])
+            static.conv[layer].copy_(before.conv[layer])
+        for layer, kept in before.attention.items():
+            static.attention[layer].open_block.copy_(kept.open_block)
+        static.ple_conv.copy_(before.ple_conv)
+
+    def _compute_layers(self, request: Any) -> None:
+        """Run all layers and the head.  request: of the token's n-gram rows."""
         spec = self.spec
-        request = self._begin(token, state)
         for layer in range(spec.num_layers):
             if layer == spec.ple_layer:
                 self._collect(request)
@@ -150,28 +193,34 @@ class Decoder:
                 self.wait_ns += time.perf_counter_ns() - started
             self._run_experts(layer)
         self._run(spec.num_layers, self._last)
-        return self._end(token, state)
 
     def _begin(self, token: int, state: QwenState) -> Any:
+        """Bring the state in, and fill in the step's inputs; return the request of `_enter`."""
+        self.bind(state)
+        return self._enter(token, state.position, state.ngram_context)
+
+    def _enter(self, token: int, position: int, context: Sequence[int]) -> Any:
         """Fill in the step's inputs; ask for the token's n-gram rows, and return that request."""
         model = self.model
-        self.bind(state)
-        self.host_in[0], self.host_in[1] = token, state.position
+        self.host_in[0], self.host_in[1] = token, position
         self.host_hidden[0] = model.embedding[token]
-        return model.rows.request(model.ple.row_ids([token], state.ngram_context))
+        return model.rows.request(model.ple.row_ids([token], context))
 
     def _collect(self, request: Any) -> None:
         self.host_rows.copy_(self.model.rows.collect(request).flatten())
 
     def _end(self, token: int, state: QwenState) -> Tensor:
         self._steps += 1
-        state.ngram_context = [*state.ngram_context, token][-2:]
-        state.position += 1
+        self._move(state, state.position + 1, [*state.ngram_context, token][-2:])
+        return self.logits
+
+    def _move(self, state: QwenState, position: int, context: list[int]) -> None:
+        """Let a state whose tensors are in the buffers be at a position.  context: the two tokens before it."""
+        state.position, state.ngram_context = position, context
         for layer, cache in state.attention.items():
             cache.open_block = self.static.attention[layer].open_block[
-                : state.position % self.spec.block_tokens
+                : position % self.spec.block_tokens
             ]
-        return self.logits
 
     def _run_experts(self, layer: int) -> None:
         """Run a layer's experts in the waves in which they arrive."""
@@ -213,6 +262,8 @@ class Decoder:
     def _segment(self, layer: int) -> None:
         """From the experts of the layer before, or the token, to a layer's route."""
         model, spec, read = self.model, self.spec, self._read
+        if self._before is not None:
+            self._keep(self._before, layer)
         amount: Tensor | None = self.amount
         y: Tensor | None = self.y
         if layer == 0:
@@ -259,6 +310,16 @@ class Decoder:
         self._moe.shared_down_token(self.shared_inner, self.shared_gate, down, self.shared)
         if self._cpu is not None:
             self._cpu.receive(self.x)
+
+    def _keep(self, before: QwenState, layer: int) -> None:
+        """Copy what the token will change of a layer's state."""
+        if self.spec.is_attention[layer]:
+            before.attention[layer].open_block.copy_(self.static.attention[layer].open_block)
+        else:
+            before.delta[layer].copy_(self.static.delta[layer])
+            before.conv[layer].copy_(self.static.conv[layer])
+        if layer == self.spec.ple_layer:
+            before.ple_conv.copy_(self.static.ple_conv)
 
     def _route_of(self, layer: int) -> Tensor:
         """Return where a layer's route and guesses go: [k + guesses] int64."""
@@ -351,6 +412,21 @@ class Decoder:
                 target.open_block[: len(cache.open_block)].copy_(cache.open_block)
                 cache.open_block = target.open_block[: len(cache.open_block)]
         self._bound, self._bound_version = weakref.ref(state), state.version
+
+
+class QwenRowsAttempt(RowsAttempt[Decoder, QwenState]):
+    """Tokens behind a conversation, each by a decoder of its own, that may be taken back."""
+
+    context_tokens = 2
+
+    def enter(self) -> None:
+        self.decoder.bind(self.state)
+
+    def context(self) -> list[int]:
+        return self.state.ngram_context
+
+    def move(self, position: int, context: list[int]) -> None:
+        self.decoder._move(self.state, position, context)
 
 
 def _moved(source: Tensor, fixed: Tensor) -> Tensor:

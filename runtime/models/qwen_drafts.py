@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from conf.schema import DraftsConfig, RunConfig
 from kernels import reference as ops
 from kernels.formats import fp8_tiles_dequantize
 from runtime.checkpoint import Checkpoint, bytes_to_tensor
-from runtime.drafts.heads import HeadedModel, Proposal
+from runtime.drafts.heads import HeadedModel, Proposal, TappedModel
 from runtime.experts.layout import ExpertKey, Span
 from runtime.experts.reader import DirectReader
 from runtime.experts.source import ExpertSource
@@ -288,4 +289,5 @@ def with_mtp(
     reader = DirectReader(layout.files, config.hw.drive, record_nbytes=layout.record_nbytes)
     experts = ExpertStreamer(layout, reader, rows, 1, 0)
     model.keeps_streams = True
-    return HeadedModel(model, Mtp(model, weights, layout, experts), experts)
+    tapped = cast("TappedModel", model)  # on a CPU, whose attempts have taps
+    return HeadedModel(tapped, Mtp(model, weights, layout, experts), experts)

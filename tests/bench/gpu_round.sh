@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What is run on a GPU before a release, part by part; figures go to EXPERIMENTS.md.
 #
-#   tests/bench/gpu_round.sh PART...      tests token qwen together deepseek memory cpu peers, up to ten minutes each on an
+#   tests/bench/gpu_round.sh PART...      tests token qwen together drafts deepseek memory cpu peers, ten minutes each on an
 #                                         H200; what is timed wants the machine for itself
 #
 # PYTHON: the interpreter (python3).  OUT: where checkpoints of random bytes and results go (/tmp/nvmoe).
@@ -16,7 +16,7 @@ bench() {
   local name=$1; shift
   echo "== $name: $*"
   "$PYTHON" run.py 'stages=[bench]' hw=h200 hw.vram_gib=8 paths.outputs="$OUT" bench.plot=false "$@" 2>&1 |
-    grep -E '^[1-3] |^all|measured in|^prompt:|decoded together|^peak|^VRAM|[Ee]rror|refuses' || true
+    grep -E '^[1-3] |^all|measured in|^prompt:|together|drafts|in turn|^peak|^VRAM|[Ee]rror|refuses' || true
 }
 
 tests() { # some compute on the CPU beside: threads of several processes that spin would keep the cores from one another
@@ -47,6 +47,18 @@ together() {
     bench "$count together" "${model[@]}" cache.vram_gib=0 cache.ram_gib=2 model.context_tokens=2048 \
       hw.drive.simulate_gib_s=8.2 hw.drive.direct=buffered bench.repeats=2 serve.max_batch=$count
   done
+}
+
+drafts() { # each decodes the same tokens in turn without them; random weights fall into loops, which look-up finds
+  local qwen=(model=qwen_synthetic model.synthetic.experts=64 model.synthetic.skew=1 cache.vram_gib=0 cache.ram_gib=2)
+  local simulated=(hw.drive.simulate_gib_s=8.2 hw.drive.direct=buffered bench.repeats=2) depth
+  for depth in 1 4; do
+    bench "Qwen, $depth guesses looked up" "${qwen[@]}" "${simulated[@]}" model.context_tokens=2048 drafts.enabled=true \
+      drafts.gate=false drafts.depth=$depth
+  done
+  bench "DeepSeek, two guesses looked up" model=deepseek_synthetic model.synthetic.skew=1 model.synthetic.experts=16 \
+    cache.vram_gib=0 prefetch.copy=0 cache.ram_gib=6.3 bench.tokens=16 "${simulated[@]}" drafts.enabled=true \
+    drafts.gate=false drafts.depth=2
 }
 
 deepseek() {
@@ -82,7 +94,7 @@ memory() {
 [ $# -gt 0 ] || { sed -n '2,8p' "$0"; exit 2; }
 for part in "$@"; do
   case $part in
-    tests | token | qwen | together | deepseek | memory | cpu | peers) "$part" ;;
-    *) echo "unknown part '$part': tests, token, qwen, together, deepseek, memory, cpu or peers" >&2; exit 2 ;;
+    tests | token | qwen | together | drafts | deepseek | memory | cpu | peers) "$part" ;;
+    *) echo "unknown part '$part': tests, token, qwen, together, drafts, deepseek, memory, cpu or peers" >&2; exit 2 ;;
   esac
 done

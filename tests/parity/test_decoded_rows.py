@@ -1,0 +1,177 @@
+"""Passes with drafts by decoders of fixed shapes, as a GPU has them: each row is a single step, and can be taken back.
+
+Here on a CPU, launches one by one; `tests/gpu/test_drafts_gpu.py` has the same with graphs.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import torch
+
+from runtime.experts.reader import DirectReader, ReadError
+from runtime.experts.shared import share
+from runtime.models.decoded_rows import DecodedRows
+from runtime.models.deepseek_decode import Decoder as DeepseekDecoder
+from runtime.models.qwen_decode import Decoder
+from runtime.sampling import SamplingParams
+from runtime.session import Session
+from tests.parity import deepseek_golden as golden
+from tests.parity.row_checks import HalfRight, check_rows, same
+from tests.parity.test_deepseek_decoder import Offsets, packed_model
+
+DRAFTS = {"drafts.enabled": True, "drafts.source": "lookup"}
+CONTEXT, ROWS, PROMPT = 300, 5, 21  # the prompt is not a whole number of the indexer's blocks
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has it compiled")
+
+
+def with_rows(model, decoder, make, rows=ROWS):
+    """Let a model decode by `decoder`, and attempts by as many as `rows` beside it."""
+    model.decoder, model.experts = decoder, share(model.experts)
+    beside = [make(beside=decoder) for _ in range(rows)]
+    model.decoded_rows = DecodedRows(decoder, beside, model.experts)
+    return model
+
+
+@pytest.fixture
+def open_model(open_tiny):
+    """Return a function: settings -> the bundled Qwen with decoders, and its engine: 39 experts are kept."""
+
+    def make(**settings):
+        engine = open_tiny(**{"cache.ram_gib": 0.0009, "prefetch.experts": 2, **settings})
+        model = engine.model
+
+        def decoder(**more):
+            return Decoder(model, CONTEXT, has_graphs=False, **more)
+
+        return with_rows(model, decoder(), decoder), engine
+
+    return make
+
+
+@pytest.mark.parametrize("start", [PROMPT, 130])  # within the indexer's budget, and beyond it
+def test_rows_are_single_steps_and_rejected_ones_leave_no_trace(open_model, heldout_tokens, start):
+    tokens = heldout_tokens[:160]
+    tokens[PROMPT + 1 : PROMPT + 3] = [
+        0,
+        0,
+    ]  # ends of documents, which the n-gram embedding looks at
+    model, _ = open_model()
+    check_rows(model, tokens, start, ROWS)
+
+
+@NO_CUDA
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [3, 4])  # a compressor's pair is half there, or whole
+def test_rows_of_deepseek(monkeypatch, start):
+    model = packed_model(monkeypatch, num_guesses=2)
+
+    def decoder(**more):
+        return DeepseekDecoder(model, Offsets(model.spec), has_graphs=False, **more)
+
+    with_rows(model, decoder(), decoder, rows=2)
+    check_rows(model, golden.fed_tokens("p7"), start, rows=2)
+
+
+@NO_CUDA
+@pytest.mark.slow
+def test_deepseek_gets_back_what_its_window_overwrote(monkeypatch):
+    model = packed_model(monkeypatch)
+
+    def decoder(**more):
+        return DeepseekDecoder(model, Offsets(model.spec), has_graphs=False, **more)
+
+    with_rows(model, decoder(), decoder, rows=2)
+    start = model.spec.window + 1
+    tokens = golden.fed_tokens("p40")
+    assert start + 2 < len(tokens), "the window is full"
+    check_rows(model, tokens, start, rows=2)
+
+
+def test_each_expert_is_asked_for_once_a_pass(open_model, heldout_tokens, monkeypatch):
+    model, engine = open_model()
+    state, asked = model.new_state(), []
+    model.prefill(heldout_tokens[:PROMPT], state)
+    source, waves = model.experts.source, model.experts.source.waves
+
+    def noted(layer, ids, guesses=()):
+        asked.extend((layer, expert) for expert in ids)
+        return waves(layer, ids, guesses)
+
+    monkeypatch.setattr(source, "waves", noted)
+    before = engine.counters().experts
+    model.attempt(heldout_tokens[PROMPT : PROMPT + ROWS], state)
+    one_token = model.spec.num_layers * model.spec.top_k
+    assert one_token < len(asked) == len(set(asked)) < ROWS * one_token
+    assert engine.counters().experts.since(before).lookups == len(asked)
+
+
+def test_more_rows_than_decoders_are_refused_before_anything_is_fed(open_model, heldout_tokens):
+    model, _ = open_model()
+    state = model.new_state()
+    model.prefill(heldout_tokens[:PROMPT], state)
+    before = state.tensors()
+    with pytest.raises(ValueError, match="6 tokens, but 5 decoders beside"):
+        model.attempt(heldout_tokens[: ROWS + 1], state)
+    assert same(state.tensors(), before)
+
+
+def test_a_read_that_fails_ends_the_pass_and_the_next_conversation_goes_on(
+    open_model, heldout_tokens, monkeypatch
+):
+    fails = []
+
+    def preadv(fd, buffers, offset):
+        if fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(DirectReader.__init__, "__defaults__", (preadv,))
+    model, _ = open_model()
+    state = model.new_state()
+    model.prefill(heldout_tokens[:PROMPT], state)
+    fails.append(True)
+    with pytest.raises(ReadError):
+        model.attempt(heldout_tokens[PROMPT : PROMPT + ROWS], state)
+    fails.clear()
+    check_rows(model, heldout_tokens, PROMPT, 3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_answers_are_those_without_drafts(open_model, heldout_tokens, temperature):
+    prompt = heldout_tokens[:40]
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=40)
+
+    def answer(engine):
+        return [piece.token for piece in Session(engine).generate(prompt, params)]
+
+    wanted = answer(open_model()[1])
+    engine = open_model(**DRAFTS, **{"drafts.gate": False})[1]
+    engine.drafting._source = HalfRight(wanted, len(prompt))
+    assert answer(engine) == wanted
+    report = engine.drafting.report()
+    assert 0 < report["accepted"] < report["proposed"]
+    assert report["passes"] < len(wanted)
+
+
+def test_the_gate_learns_from_no_pass_that_captures(open_model, heldout_tokens):
+    """The first two steps of a decoder compile and capture: they say nothing of those that follow."""
+    model, engine = open_model(**DRAFTS, **{"drafts.depth": 2})
+    drafting, settled, recorded = engine.drafting, [], []
+    drafting._source = HalfRight([5] * 200, 0)
+    record = drafting._gate.record
+    drafting._gate.record = lambda *seen: recorded.append(seen) or record(*seen)
+    drafting._is_settled = lambda count: settled.append(model.is_settled(count)) or settled[-1]
+    list(
+        Session(engine).generate(
+            heldout_tokens[:40], SamplingParams(temperature=0.0, max_tokens=40)
+        )
+    )
+    assert not settled[0]
+    assert len(recorded) == sum(settled)
+    assert drafting.passes == len(settled)
+    steps = [row._steps for row in model.decoded_rows.rows]
+    assert 4 <= len(settled) - sum(settled) <= 6, "two of the decoder's, two of each row at most"
+    assert steps[0] > 2

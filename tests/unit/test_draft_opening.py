@@ -1,0 +1,77 @@
+"""What drafts are on a GPU: looked up, by decoders beside one another, which some settings have no use for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conf.schema import DraftSource
+from runtime.budget import ModelSizes
+from runtime.drafts.opening import check_decoders, check_device, drafts_on, open_rows
+from runtime.errors import UserError
+from runtime.models import dense
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+ON = {"drafts.enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said", "hint"),
+    [
+        ({"drafts.source": "heads"}, "draft heads are computed on the CPU", "drafts.source=lookup"),
+        ({"hw.graphs": "token"}, "one token at a time", "leave out one of"),
+        ({"hw.cpu_experts": "auto", "hw.device": "cuda"}, "share one token's work", "leave out these"),
+        ({"deepseek.head": "auto"}, "share one token's work", "leave out these"),
+    ],
+)  # fmt: skip
+def test_what_rows_do_not_do_on_a_gpu_is_refused(make_config, settings, said, hint):
+    config = make_config("tiny_deepseek", **{**ON, **settings})
+    with pytest.raises(UserError, match=said) as refused:
+        check_decoders(config, GPU)
+    assert hint in refused.value.hint
+    check_decoders(config, CPU)
+    config.drafts.enabled = False
+    check_decoders(config, GPU)
+
+
+def test_other_families_have_drafts_on_the_cpu_only(make_config):
+    config = make_config(**ON)
+    with pytest.raises(UserError, match="of this family are decoded on the CPU only"):
+        check_device(config.drafts, GPU)
+    check_device(config.drafts, CPU)
+    assert dense.check_device is check_device
+
+
+@pytest.mark.parametrize("source", list(DraftSource))
+def test_a_gpu_looks_up_where_it_may_choose(make_config, source):
+    drafts = make_config(**ON, **{"drafts.source": source.value}).drafts
+    assert drafts_on(drafts, CPU) == drafts
+    wanted = DraftSource.lookup if source is DraftSource.auto else source
+    assert drafts_on(drafts, GPU).source is wanted
+
+
+def test_rows_ask_for_their_experts_at_once():
+    sizes = ModelSizes(0, 0, 4096, 8, 64, 6)
+    assert sizes.for_rows(5).top_k == 30
+    assert sizes.for_rows(20).top_k == 64, "a layer has no more"
+    assert sizes.for_rows(5).state_nbytes == sizes.state_nbytes
+
+
+def test_there_is_a_decoder_for_each_row(make_config):
+    made = []
+
+    class Made:
+        graphs = "the pool"
+
+    def make(**settings):
+        made.append(settings)
+        return Made()
+
+    from runtime.experts.shared import SharedReads
+
+    decoder, drafts = Made(), make_config(**ON, **{"drafts.depth": 3}).drafts
+    rows = open_rows(make, decoder, drafts, SharedReads(None))
+    assert made == 4 * [{"graphs": "the pool", "beside": decoder}], (
+        "the token drawn and three guesses"
+    )
+    assert rows.decoder is decoder
