@@ -59,9 +59,8 @@ class _Ranked(_Noting[Key]):
         self._count += 1
         self._rank_of[key] = rank
         heapq.heappush(self._heap, (rank, self._count, key))
-        if (
-            len(self._heap) > STALE_RANKS * self.num_rows
-        ):  # where all is found, nobody looks for a victim
+        # where all is found, nobody looks for a victim
+        if len(self._heap) > STALE_RANKS * self.num_rows:
             self._heap = [entry for entry in self._heap if self._holds(entry)]
             heapq.heapify(self._heap)
 

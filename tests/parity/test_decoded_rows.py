@@ -11,8 +11,10 @@ import os
 import pytest
 import torch
 
+from runtime.drafts.opening import ROW_NBYTES
 from runtime.experts.reader import DirectReader, ReadError
 from runtime.experts.shared import share
+from runtime.models import deepseek, qwen
 from runtime.models.decoded_rows import DecodedRows
 from runtime.models.deepseek_decode import Decoder as DeepseekDecoder
 from runtime.models.qwen_decode import Decoder
@@ -175,3 +177,20 @@ def test_the_gate_learns_from_no_pass_that_captures(open_model, heldout_tokens):
     steps = [row._steps for row in model.decoded_rows.rows]
     assert 4 <= len(settled) - sum(settled) <= 6, "two of the decoder's, two of each row at most"
     assert steps[0] > 2
+
+
+def test_the_plan_has_room_for_the_decoders_of_rows(
+    open_model, make_config, tiny_files, monkeypatch
+):
+    _, engine = open_model(**DRAFTS, **{"drafts.depth": 2})
+    parts = (engine.model.spec, tiny_files, engine._layout, engine.config, torch.float32)
+    states = [qwen.model_sizes(*parts).state_nbytes]
+    monkeypatch.setattr(qwen, "resolve_device", lambda _: torch.device("cuda"))
+    states.append(qwen.model_sizes(*parts).state_nbytes)
+    assert states[1] - states[0] == 3 * ROW_NBYTES
+    spec = deepseek.read_spec(golden.ROOT / "runtime" / "bundled" / "deepseek-v41-flash")
+    states = [
+        deepseek._sizes(spec, 2**24, make_config("tiny_deepseek", **more), True, 0).state_nbytes
+        for more in ({}, {**DRAFTS, "drafts.depth": 2})
+    ]
+    assert states[1] - states[0] == 3 * ROW_NBYTES

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from conf.schema import CachePolicy, DirectIo, DriveConfig
 from runtime.experts import checks
+from runtime.experts.cache import ExpertCache
 from runtime.experts.child_reader import ChildReader
 from runtime.experts.layout import ExpertKey, PackedLayout
-from runtime.experts.policies import cache_for
+from runtime.experts.policies import LfuCache, cache_for
 from runtime.experts.reader import DirectReader
 from runtime.experts.streamer import ExpertStreamer
 from runtime.units import GIB, PAGE_NBYTES
@@ -135,6 +136,13 @@ def test_boundaries(open_tiny, heldout_tokens, wanted, ram_gib, cache_rows, pref
     assert torch.equal(run_script(engine.model, script, heldout_tokens), wanted[script])
     # what the first conversation left in the cache, rows and staging must not show in a second
     assert torch.equal(run_script(engine.model, script, heldout_tokens), wanted[script])
+
+
+@pytest.mark.parametrize(("rows", "kind"), [(47, LfuCache), (48, ExpertCache)])
+def test_a_cache_smaller_than_a_token_keeps_what_is_used_most(open_tiny, rows, kind):
+    engine = open_tiny(**{"cache.ram_gib": (rows + 0.5) * RECORD_GIB})
+    assert engine.plan.cache_rows == rows
+    assert type(engine._streamer.cache) is kind
 
 
 def test_warm_cache_is_used_and_does_not_show(open_tiny, heldout_tokens, wanted):
