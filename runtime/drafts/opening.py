@@ -87,7 +87,7 @@ def most_rows(config: DraftsConfig, block: int) -> int:
 
 def open_rows(
     make: Callable[..., Any], decoder: Any, config: DraftsConfig, experts: ExpertSource
-) -> DecodedRows[Any]:
+) -> DecodedRows:
     """Return decoders beside one, as many as a pass with looked-up guesses has rows.
 
     make: called with the graphs of `decoder` and with it.  experts: shared (`experts.shared`).

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from greenlet import GreenletExit
@@ -20,27 +20,59 @@ from torch import Tensor
 from runtime.experts.shared import Conversation, SharedReads
 
 
-class RowDecoder(Protocol):
-    """A decoder beside another one."""
+class RowDecoder(ABC):
+    """What a family's decoder adds to its steps, so that it can take in tokens beside another one."""
 
+    CONTEXT_TOKENS: int  # before a token, that its rows of tables depend on
+    logits: Tensor  # [1, vocab] fp32, of the last step
     wait_ns: int
+    _steps: int
 
     @property
-    def is_settled(self) -> bool: ...
+    def is_settled(self) -> bool:
+        """Whether a step's launches are compiled and captured, so that the next takes as long as those after it."""
+        return self._steps > 1
 
-    def feed(self, token: int, position: int, context: Sequence[int]) -> Tensor: ...
+    def feed(self, token: int, position: int, context: Sequence[int]) -> Tensor:
+        """Take in a token of the conversation beside, in inference mode: fp32 logits [1, vocab], as a step's.
 
-    def take_back(self) -> None: ...
+        context: up to `CONTEXT_TOKENS` before it, oldest first. The conversation's state is left to say where it was.
+        """
+        self._compute_layers(self._enter(token, position, context))
+        self._steps += 1
+        return self.logits
+
+    @abstractmethod
+    def bring_in(self, state: Any) -> None:
+        """Have a conversation's state in the buffers."""
+
+    @abstractmethod
+    def move(self, state: Any, position: int, context: list[int]) -> None:
+        """Let the conversation in the buffers be at a position, behind these tokens."""
+
+    @abstractmethod
+    def context_of(self, state: Any) -> list[int]:
+        """Return the tokens before a conversation's position, oldest first."""
+
+    @abstractmethod
+    def take_back(self) -> None:
+        """Make the state what it was before the last token that was fed. Of a decoder beside another."""
+
+    @abstractmethod
+    def _enter(self, token: int, position: int, context: Sequence[int]) -> Any:
+        """Fill in a step's inputs; return what its rows of tables are asked for with."""
+
+    @abstractmethod
+    def _compute_layers(self, request: Any) -> None:
+        """Run all layers and the head."""
 
 
-RowT = TypeVar("RowT", bound=RowDecoder)
-StateT = TypeVar("StateT", bound=Any)
-
-
-class DecodedRows(Generic[RowT]):
+class DecodedRows:
     """The decoders beside one, as many as a pass may have tokens."""
 
-    def __init__(self, decoder: RowT, rows: Sequence[RowT], source: SharedReads) -> None:
+    def __init__(
+        self, decoder: RowDecoder, rows: Sequence[RowDecoder], source: SharedReads
+    ) -> None:
         """decoder: whose conversation it is.  rows: opened beside it.  source: that all of them ask."""
         self.decoder, self.rows, self._source = decoder, list(rows), source
 
@@ -65,7 +97,7 @@ class DecodedRows(Generic[RowT]):
             raise ValueError(f"{len(tokens)} tokens, but {len(self.rows)} decoders beside")
         found: list[Tensor] = []
 
-        def take_in(row: RowT, *where: Any) -> None:
+        def take_in(row: RowDecoder, *where: Any) -> None:
             found.append(row.feed(*where))
 
         parts = zip(self.rows, tokens, range(start, start + len(tokens)), contexts, strict=False)
@@ -82,33 +114,19 @@ class DecodedRows(Generic[RowT]):
         return torch.cat(found)
 
 
-class RowsAttempt(ABC, Generic[RowT, StateT]):
+class RowsAttempt:
     """Tokens that were taken in and may be taken back, before the next forward of the same conversation."""
 
-    context_tokens: int  # that a token's rows of tables depend on
-
     @torch.inference_mode()
-    def __init__(self, rows: DecodedRows[RowT], tokens: Sequence[int], state: StateT) -> None:
-        self.tokens, self.state = list(tokens), state
-        self.decoder, self._rows = rows.decoder, rows.rows
-        self.enter()
-        self._start, self._before = state.position, list(self.context())
+    def __init__(self, rows: DecodedRows, tokens: Sequence[int], state: Any) -> None:
+        self.tokens, self._state = list(tokens), state
+        self._decoder, self._rows = rows.decoder, rows.rows
+        self._decoder.bring_in(state)
+        self._start, self._before = state.position, self._decoder.context_of(state)
         contexts = [self._context(count) for count in range(len(tokens))]
         self.logits = rows.feed(tokens, self._start, contexts)
         self._count = len(tokens)
         self._move()
-
-    @abstractmethod
-    def enter(self) -> None:
-        """Bring the state into the decoder's buffers."""
-
-    @abstractmethod
-    def context(self) -> list[int]:
-        """Return the tokens before the state's position, oldest first."""
-
-    @abstractmethod
-    def move(self, position: int, context: list[int]) -> None:
-        """Let the state be at a position."""
 
     @torch.inference_mode()
     def keep(self, count: int) -> None:
@@ -119,7 +137,7 @@ class RowsAttempt(ABC, Generic[RowT, StateT]):
         self._move()
 
     def _move(self) -> None:
-        self.move(self._start + self._count, self._context(self._count))
+        self._decoder.move(self._state, self._start + self._count, self._context(self._count))
 
     def _context(self, count: int) -> list[int]:
-        return [*self._before, *self.tokens[:count]][-self.context_tokens :]
+        return [*self._before, *self.tokens[:count]][-self._decoder.CONTEXT_TOKENS :]

@@ -21,7 +21,7 @@ from torch import Tensor
 from runtime.errors import UserError
 from runtime.experts.layout import ExpertKey
 from runtime.experts.shard_layout import ShardLayout
-from runtime.models.decoded_rows import RowsAttempt
+from runtime.models.decoded_rows import RowDecoder
 from runtime.models.deepseek_state import Compressed, DeepseekState
 from runtime.models.graphs import Graphs
 from runtime.models.head_split import HeadLane
@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from runtime.models.deepseek_model import Attention, Block, DeepseekModel, HyperConnection
 
 
-class Decoder:
+class Decoder(RowDecoder):
     """Runs decode steps of one model; holds the state of the conversation that computed last."""
+
+    CONTEXT_TOKENS = 3
 
     def __init__(
         self,
@@ -195,20 +197,8 @@ class Decoder:
         self._compute_layers(self._begin(token, state))
         return self._end(token, state)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether a step's launches are compiled and captured, so that the next takes as long as those after it."""
-        return self._steps > 1
-
-    def feed(self, token: int, position: int, context: Sequence[int]) -> Tensor:
-        """Take in a token of the conversation beside, in inference mode: fp32 logits [1, vocab], as `step`'s.
-
-        context: up to three tokens before it, oldest first. Where the conversation is, its own record says as before.
-        """
-        assert self._before is not None, "opened beside another decoder"
-        self._compute_layers(self._enter(token, position, context))
-        self._steps += 1
-        return self.logits
+    def context_of(self, state: DeepseekState) -> list[int]:
+        return state.context
 
     def take_back(self) -> None:
         """Make the state what it was before the last token that was fed. Entries end where the position says."""
@@ -237,10 +227,10 @@ class Decoder:
 
     def _begin(self, token: int, state: DeepseekState) -> Any:
         """Bring the state in, and fill in the step's inputs; return the ids of `_enter`."""
-        self._bring_in(state)
+        self.bring_in(state)
         return self._enter(token, state.position, state.context)
 
-    def _bring_in(self, state: DeepseekState) -> None:
+    def bring_in(self, state: DeepseekState) -> None:
         """Bind a state, with what its compressors wait with."""
         self.bind(state)
         for layer, tail in self.tails.items():
@@ -264,10 +254,10 @@ class Decoder:
 
     def _end(self, token: int, state: DeepseekState) -> Tensor:
         self._steps += 1
-        self._move(state, state.position + 1, [*state.context, token][-3:])
+        self.move(state, state.position + 1, [*state.context, token][-3:])
         return self.logits
 
-    def _move(self, state: DeepseekState, position: int, context: list[int]) -> None:
+    def move(self, state: DeepseekState, position: int, context: list[int]) -> None:
         """Let a state whose tensors are in the buffers be at a position.  context: up to three tokens before it."""
         state.position, state.context = position, context
         for layer, cache in state.compressed.items():
@@ -544,18 +534,3 @@ class Decoder:
             cache.keys[: old.length] = old.keys[: old.length]
             state.compressed[layer] = Compressed(cache.entries, cache.keys, old.length)
         self._bound = weakref.ref(state)
-
-
-class DeepseekRowsAttempt(RowsAttempt[Decoder, DeepseekState]):
-    """Tokens behind a conversation, each by a decoder of its own, that may be taken back."""
-
-    context_tokens = 3
-
-    def enter(self) -> None:
-        self.decoder._bring_in(self.state)
-
-    def context(self) -> list[int]:
-        return self.state.context
-
-    def move(self, position: int, context: list[int]) -> None:
-        self.decoder._move(self.state, position, context)

@@ -22,6 +22,7 @@ from kernels import reference_deepseek as ops
 from runtime.experts.arena import HostArena
 from runtime.experts.source import ExpertSource
 from runtime.models.buffers import appended
+from runtime.models.decoded_rows import DecodedRows, RowsAttempt
 from runtime.models.deepseek_attempt import DeepseekAttempt
 from runtime.models.deepseek_matrices import fp8_matrix
 from runtime.models.deepseek_moe import CHUNK_TOKENS, Moe, OpenExpert
@@ -32,8 +33,7 @@ from runtime.models.head_split import HeadSplit
 from runtime.models.lanes import Lanes
 
 if TYPE_CHECKING:
-    from runtime.models.decoded_rows import DecodedRows
-    from runtime.models.deepseek_decode import Decoder, DeepseekRowsAttempt
+    from runtime.models.deepseek_decode import Decoder
 
 # (Engram layer, its row ids, token-major) -> rows, bf16 [T, rows per token * row width]
 EngramRows = Callable[[int, Sequence[int]], Tensor]
@@ -308,9 +308,7 @@ class DeepseekModel:
         self.head_split: HeadSplit | None = None  # with a GPU: the CPU's part; None: it has none
         # on a GPU: decodes instead of the layers' own path
         self.decoder: Decoder | Lanes | None = None
-        self.decoded_rows: DecodedRows[Decoder] | None = (
-            None  # beside it, where tokens may be taken back
-        )
+        self.decoded_rows: DecodedRows | None = None  # beside it, where tokens may be taken back
         # of a prompt, through everything but the experts; None: all
         self.chunk_tokens: int | None = None
         self.engram_rows, self.row_ids, self.max_positions = engram_rows, row_ids, max_positions
@@ -386,15 +384,11 @@ class DeepseekModel:
             return self.decoder.step(token, state).clone()  # the next step overwrites its buffer
         return self._forward([token], state, all_logits=False, after_layer=lambda: None)
 
-    def attempt(
-        self, tokens: Sequence[int], state: DeepseekState
-    ) -> DeepseekAttempt | DeepseekRowsAttempt:
+    def attempt(self, tokens: Sequence[int], state: DeepseekState) -> DeepseekAttempt | RowsAttempt:
         """Take in a few tokens that may be taken back, at most a window of them, each as `decode` would, to the bit."""
         if self.decoded_rows is None:
             return DeepseekAttempt(self, tokens, state)
-        from runtime.models.deepseek_decode import DeepseekRowsAttempt
-
-        return DeepseekRowsAttempt(self.decoded_rows, tokens, state)
+        return RowsAttempt(self.decoded_rows, tokens, state)
 
     def is_settled(self, count: int) -> bool:
         """Whether a pass of `count` tokens takes as long as those after it."""

@@ -25,7 +25,7 @@ from kernels import reference as ops
 from kernels import reference_attention
 from kernels.attention_token import scratch_shapes
 from kernels.fp8_matvec import linear, linear_pair
-from runtime.models.decoded_rows import RowsAttempt
+from runtime.models.decoded_rows import RowDecoder
 from runtime.models.graphs import Graphs
 from runtime.models.qwen_state import AttentionState, QwenState
 
@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from runtime.models.qwen_model import Attention, DeltaNet, QwenModel
 
 
-class Decoder:
+class Decoder(RowDecoder):
     """Runs decode steps of one model; holds the state of the conversation that decoded last."""
+
+    CONTEXT_TOKENS = 2
 
     def __init__(
         self,
@@ -153,20 +155,11 @@ class Decoder:
         self._compute_layers(self._begin(token, state))
         return self._end(token, state)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether a step's launches are compiled and captured, so that the next takes as long as those after it."""
-        return self._steps > 1
+    def bring_in(self, state: QwenState) -> None:
+        self.bind(state)
 
-    def feed(self, token: int, position: int, context: Sequence[int]) -> Tensor:
-        """Take in a token of the conversation beside, in inference mode: fp32 logits [1, vocab], as `step`'s.
-
-        context: the two tokens before it, oldest first. Where the conversation is, its own record says as before.
-        """
-        assert self._before is not None, "opened beside another decoder"
-        self._compute_layers(self._enter(token, position, context))
-        self._steps += 1
-        return self.logits
+    def context_of(self, state: QwenState) -> list[int]:
+        return state.ngram_context
 
     def take_back(self) -> None:
         """Make the state what it was before the last token that was fed; the position says where keys end."""
@@ -211,10 +204,10 @@ class Decoder:
 
     def _end(self, token: int, state: QwenState) -> Tensor:
         self._steps += 1
-        self._move(state, state.position + 1, [*state.ngram_context, token][-2:])
+        self.move(state, state.position + 1, [*state.ngram_context, token][-2:])
         return self.logits
 
-    def _move(self, state: QwenState, position: int, context: list[int]) -> None:
+    def move(self, state: QwenState, position: int, context: list[int]) -> None:
         """Let a state whose tensors are in the buffers be at a position.  context: the two tokens before it."""
         state.position, state.ngram_context = position, context
         for layer, cache in state.attention.items():
@@ -412,21 +405,6 @@ class Decoder:
                 target.open_block[: len(cache.open_block)].copy_(cache.open_block)
                 cache.open_block = target.open_block[: len(cache.open_block)]
         self._bound, self._bound_version = weakref.ref(state), state.version
-
-
-class QwenRowsAttempt(RowsAttempt[Decoder, QwenState]):
-    """Tokens behind a conversation, each by a decoder of its own, that may be taken back."""
-
-    context_tokens = 2
-
-    def enter(self) -> None:
-        self.decoder.bind(self.state)
-
-    def context(self) -> list[int]:
-        return self.state.ngram_context
-
-    def move(self, position: int, context: list[int]) -> None:
-        self.decoder._move(self.state, position, context)
 
 
 def _moved(source: Tensor, fixed: Tensor) -> Tensor:

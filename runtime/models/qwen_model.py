@@ -20,10 +20,10 @@ from kernels.fp8_matvec import linear, linear_pair
 from runtime.experts.layout import Nvfp4Shape
 from runtime.experts.source import ExpertSource
 from runtime.models.buffers import appended
-from runtime.models.decoded_rows import DecodedRows
+from runtime.models.decoded_rows import DecodedRows, RowsAttempt
 from runtime.models.lanes import Lanes
 from runtime.models.qwen_attempt import QwenAttempt
-from runtime.models.qwen_decode import Decoder, QwenRowsAttempt
+from runtime.models.qwen_decode import Decoder
 from runtime.models.qwen_moe import Moe
 from runtime.models.qwen_state import AttentionState, QwenState
 from runtime.models.qwen_weights import (
@@ -371,9 +371,7 @@ class QwenModel:
         self.ple = Ple(weights, spec, table_scale)
         # decodes instead of the layers' own path, where it is set
         self.decoder: Decoder | Lanes | None = None
-        self.decoded_rows: DecodedRows[Decoder] | None = (
-            None  # beside it, where tokens may be taken back
-        )
+        self.decoded_rows: DecodedRows | None = None  # beside it, where tokens may be taken back
         self.keeps_streams = False  # whether `taps` is asked for after each forward
         self.streams: Tensor | None = None
 
@@ -422,11 +420,11 @@ class QwenModel:
         streams, self.streams = self.streams, None
         return streams
 
-    def attempt(self, tokens: Sequence[int], state: QwenState) -> QwenAttempt | QwenRowsAttempt:
+    def attempt(self, tokens: Sequence[int], state: QwenState) -> QwenAttempt | RowsAttempt:
         """Take in a few tokens that may be taken back, each as `decode` would, to the bit."""
         if self.decoded_rows is None:
             return QwenAttempt(self, tokens, state)
-        return QwenRowsAttempt(self.decoded_rows, tokens, state)
+        return RowsAttempt(self.decoded_rows, tokens, state)
 
     def is_settled(self, count: int) -> bool:
         """Whether a pass of `count` tokens takes as long as those after it."""

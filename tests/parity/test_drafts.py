@@ -22,6 +22,7 @@ from runtime.sampling import SamplingParams
 from runtime.session import Session
 from tests.dense_models import SIZES, open_dense
 from tests.parity.qwen_mtp import make_mtp_snapshot
+from tests.parity.row_checks import check_rows, same
 
 MOST_ROWS = 5
 ENGINES = ("tiny", "tiny_deepseek", "mtp")  # the last: the first with a random draft head
@@ -88,10 +89,6 @@ def text(model_name, heldout_tokens, count):
     return tokens
 
 
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 # ---- rows of a pass --------------------------------------------------------------------------------------------------
 
 
@@ -100,26 +97,7 @@ def same(a, b):
 def test_rows_are_single_steps_and_rejected_ones_leave_no_trace(
     models, heldout_tokens, name, start
 ):
-    model, tokens = models[name], text(name, heldout_tokens, 160)
-    rows, after = tokens[start : start + MOST_ROWS], tokens[start + MOST_ROWS]
-    plain, state = model.new_state(), model.new_state()
-    for each in (plain, state):
-        model.prefill(tokens[:start], each)
-    logits, states = [], [plain.tensors()]
-    for token in rows:
-        logits.append(model.decode(token, plain))
-        states.append(plain.tensors())
-    for count in range(MOST_ROWS + 1):
-        attempt = model.attempt(rows[:count] + [7] * (MOST_ROWS - count), state)
-        assert torch.equal(attempt.logits[:count], torch.cat(logits)[:count])
-        # the end of an answer may take back what was accepted; at last nothing is left
-        for kept in sorted({count, count // 2, 0}, reverse=True):
-            attempt.keep(kept)
-            assert state.position == start + kept
-            assert same(state.tensors(), states[kept])
-    model.attempt(rows, state)
-    assert torch.equal(model.decode(after, state), model.decode(after, plain))
-    assert same(state.tensors(), plain.tensors())
+    check_rows(models[name], text(name, heldout_tokens, 160), start, MOST_ROWS)
 
 
 def test_rows_at_once_would_not_be_single_steps(models, heldout_tokens):
