@@ -128,16 +128,19 @@ class Counters:
 
 
 def _plan_vram(
-    config: RunConfig, sizes: ModelSizes, device: torch.device, reads_in_place: bool
+    config: RunConfig, sizes: ModelSizes, device: torch.device, copied_route: int
 ) -> VramPlan:
-    """Plan the GPU's memory, and hold torch to it where a part of the card was asked for."""
+    """Plan the GPU's memory, and hold torch to it where a part of the card was asked for.
+
+    copied_route: as for `passing_slots`.
+    """
     free, total = torch.cuda.mem_get_info(device)
     limit = vram_limit(config.hw.vram_gib, total, free, config.hw.vram_reserve_gib)
     copies, tokens = config.prefetch.copy, config.model.prefill_tokens
     tokens = min(tokens, config.model.context_tokens)
     passing = sizes.passing_slots
     if passing is None:
-        passing = passing_slots(copies, sizes.record_nbytes, 0 if reads_in_place else sizes.top_k)
+        passing = passing_slots(copies, sizes.record_nbytes, copied_route)
     plan = plan_vram(sizes, limit, tokens, passing, config.cache.vram_gib)
     if config.hw.vram_gib is not None:
         torch.cuda.set_per_process_memory_fraction(limit / total)
@@ -291,7 +294,12 @@ class Engine:
         )
         for warning in plan.warnings:
             log.warning("%s", warning)
-        vram_plan = _plan_vram(config, sizes, device, family.READS_IN_PLACE) if has_gpu else None
+        vram_plan = None
+        if has_gpu:
+            # a route at a time: of several, those copied before make room for the others
+            vram_plan = _plan_vram(
+                config, sizes, device, 0 if family.READS_IN_PLACE else spec.top_k
+            )
         checksums = None
         if config.cache.verify:
             checksums = Checksums.open(layout, files.checksums, spread)
@@ -333,7 +341,7 @@ class Engine:
                 else:
                     copies, records = config.prefetch.copy, experts.records
                     experts = SlotExperts(
-                        experts, copier, spec.num_layers, sizes.top_k, copies, family.READS_IN_PLACE
+                        experts, copier, spec.num_layers, spec.top_k, copies, family.READS_IN_PLACE
                     )
                     if config.hw.cpu_experts != "off":
                         threads = hardware.compute_threads(config.hw.compute_threads)

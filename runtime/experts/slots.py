@@ -129,8 +129,11 @@ class SlotExperts(InFront):
                 in_ram, lambda expert: self._kept.is_worth_keeping(first + expert)
             )
         copied: list[tuple[Wave, Any]] = []
+        later: Wave = []  # no slot is free for them yet
         if in_ram:
             copied, in_ram = self._copy(layer, in_ram)
+        if not self._reads_in_place:
+            in_ram, later = [], in_ram
         in_place_nbytes = len(in_ram) * self._nbytes
         over_link: Any = None  # behind all launches of this layer that read over the link
         if early_here and in_ram:  # these can be read while the early copies are on their way
@@ -152,18 +155,17 @@ class SlotExperts(InFront):
         self.counters.vram_hits += len(here)
         self.counters.copied_nbytes += in_place_nbytes
         yield from self._when_copied(copied)
+        yield from self._in_turn(layer, later)
         if on_cpu:
             arrivals = chain([next(arrivals, [])], arrivals)  # guesses are asked for before
             self._compute(layer, ids, on_cpu)
         for wave in filter(None, arrivals):
-            others = wave
             if not self._reads_in_place:
-                copied, others = self._copy(layer, wave)
-                yield from self._when_copied(copied)
-            if others:
-                self.counters.copied_nbytes += len(others) * self._nbytes
-                yield others
-                over_link = None
+                yield from self._in_turn(layer, wave)
+                continue
+            self.counters.copied_nbytes += len(wave) * self._nbytes
+            yield wave
+            over_link = None
         found = self._ahead(layer + 1, guesses, num_ahead - at_once)
         if found:  # required before speculative
             self.copier.follow(self.copier.launched() if over_link is None else over_link)
@@ -231,6 +233,15 @@ class SlotExperts(InFront):
             for e in guesses
             if self._kept.slot_of(first + e) is None and self._passing.row_of(first + e) is None
         )
+
+    def _in_turn(self, layer: int, records: Wave) -> Iterator[Wave]:
+        """Yield records in slots. Where a route is longer than there are slots, those serve again."""
+        while records:
+            launches, records = self._copy(layer, records)
+            yield from self._when_copied(launches)
+            if records:  # all slots are taken, and what they hold is launched
+                self._release()
+                self.copier.follow(self.copier.launched())
 
     def _copy(self, layer: int, records: Wave) -> tuple[list[tuple[Wave, Any]], Wave]:
         """Copy what is worth a slot; return what to launch behind which mark, and the records to read in place."""

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import DeviceError
+from runtime.experts import slots
 from runtime.experts.cpu_share import CpuShare, fixed_counts
 from runtime.experts.paced import PacedCopier
 from runtime.experts.slots import BATCH_EXPERTS, KEY_STRIDE, SlotExperts, passing_slots
@@ -72,6 +73,10 @@ class Gpu:
                 assert torch.equal(record, content(layer, expert)), (layer, expert, record[0])
 
         self.queues["compute"].append(("run", check))
+
+    def is_slot(self, record: torch.Tensor) -> bool:
+        start = self.slots.data_ptr()
+        return start <= record.data_ptr() < start + self.slots.nbytes
 
     def _mark(self, stream: str) -> int:
         self.marks += 1
@@ -249,6 +254,41 @@ def test_every_launch_reads_the_right_bytes(early, kept, seed, in_place, is_pace
                 paced.end()
     gpu.finish()
     assert source.num_used == experts.counters.early_used <= experts.counters.early_issued
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    early=st.integers(0, 2),
+    kept=st.integers(0, 2 * ROUTE),
+    batch=st.integers(2, 3),
+    seed=st.integers(0, 2**32),
+    routes=st.lists(st.integers(1, EXPERTS), min_size=1, max_size=8),
+)
+def test_a_route_longer_than_the_slots_goes_through_them_in_turn(early, kept, batch, seed, routes):
+    """Of several tokens at once: experts that cannot be read in place, and slots for one token's."""
+    rng = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots, "BATCH_EXPERTS", batch)
+        gpu = Gpu(passing_slots(early, NBYTES, ROUTE) + kept, rng)
+        experts = SlotExperts(Source(rng), gpu, LAYERS, ROUTE, early, reads_in_place=False)
+    for length in routes:
+        for layer in range(LAYERS):
+            gpu.finish_compute()
+            route, guesses = rng.sample(range(EXPERTS), length), rng.sample(range(EXPERTS), 6)
+            if rng.random() < 0.3:
+                for wave in experts.batches(layer, sorted(route)):
+                    gpu.launch(layer, wave)
+            before, seen = experts.counters.copy(), []
+            for wave in experts.waves(layer, route, guesses):
+                assert all(gpu.is_slot(record) for _, record in wave)
+                gpu.launch(layer, wave)
+                seen += [expert for expert, _ in wave]
+                gpu.some()
+            assert sorted(seen) == sorted(route)
+            counted = experts.counters.since(before)
+            copied = length - counted.vram_hits + counted.early_issued
+            assert counted.copied_nbytes == copied * NBYTES
+    gpu.finish()
 
 
 class Checking:
