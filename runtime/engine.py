@@ -141,7 +141,13 @@ def _plan_vram(
     passing = sizes.passing_slots
     if passing is None:
         passing = passing_slots(copies, sizes.record_nbytes, copied_route)
-    plan = plan_vram(sizes, limit, tokens, passing, config.cache.vram_gib)
+    try:
+        plan = plan_vram(sizes, limit, tokens, passing, config.cache.vram_gib)
+    except UserError as error:
+        if not config.drafts.enabled:
+            raise
+        hint = f"lower drafts.depth (each guess has a decoder), or {error.hint}"
+        raise UserError(error.message, hint) from error
     if config.hw.vram_gib is not None:
         torch.cuda.set_per_process_memory_fraction(limit / total)
     return plan

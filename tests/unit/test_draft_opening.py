@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from conf.schema import DraftSource
+from runtime import engine
 from runtime.budget import ModelSizes
 from runtime.drafts.opening import check_decoders, check_device, drafts_on, open_rows
 from runtime.errors import UserError
 from runtime.models import dense
+from runtime.units import GIB
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ON = {"drafts.enabled": True}
@@ -55,6 +57,15 @@ def test_rows_ask_for_their_experts_at_once():
     assert sizes.for_rows(5).top_k == 30
     assert sizes.for_rows(20).top_k == 64, "a layer has no more"
     assert sizes.for_rows(5).state_nbytes == sizes.state_nbytes
+
+
+def test_a_card_that_is_too_small_is_told_of_the_depth(make_config, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, GIB))
+    sizes = ModelSizes(2 * GIB, 0, 4096, 8, 64, 6)
+    for settings, starts in ((ON, "lower drafts.depth"), ({}, "raise hw.vram_gib")):
+        with pytest.raises(UserError, match="of GPU memory at least") as refused:
+            engine._plan_vram(make_config(**settings), sizes, GPU, 0)
+        assert refused.value.hint.startswith(starts)
 
 
 def test_there_is_a_decoder_for_each_row(make_config):
