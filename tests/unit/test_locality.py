@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from runtime.errors import UserError
@@ -97,3 +98,19 @@ def test_what_no_route_can_be():
         generate(replace(SMALL, num_experts=5), Locality(0.0, 0.5, 0.5, 0.5), 1)
     with pytest.raises(UserError, match="skew is -1"):
         generate(SMALL, Locality(-1.0, 0.5, 0.5, 0.5), 1)
+
+
+def test_conversations_like_the_same_experts_and_draw_others():
+    routes = [
+        [step.experts for step in generate(SMALL, PRESETS["qwen"], 200, seed, n).steps]
+        for seed, n in ((0, 0), (0, 1), (1, 1))
+    ]
+    assert routes[0] == [s.experts for s in generate(SMALL, PRESETS["qwen"], 200, 0).steps]
+    uses = np.zeros((3, 4, 64))
+    for number, route in enumerate(routes):
+        for at, experts in enumerate(route):
+            uses[number, at % 4, list(experts)] += 1
+    own, shared, other = uses.reshape(3, -1)
+    assert routes[0] != routes[1]
+    assert np.corrcoef(own, shared)[0, 1] > 0.8
+    assert abs(np.corrcoef(other, shared)[0, 1]) < 0.3
