@@ -11,7 +11,8 @@ from runtime.experts.placement import Placement
 from runtime.experts.schedule import ReadJob
 
 if TYPE_CHECKING:
-    from runtime.simulator import Clock, Drive, Setting
+    from runtime.simulated_drive import Drive
+    from runtime.simulator import Clock, Setting
 
 
 class DriveSet:

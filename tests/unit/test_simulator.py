@@ -18,7 +18,8 @@ from runtime.experts.policies import most_hits
 from runtime.experts.routes import Kind, RouteHeader, RouteTrace, Step, read_routes
 from runtime.locality import Locality, generate
 from runtime.session import Session
-from runtime.simulator import LineDrive, Machine, Setting, SharedDrive, Simulation, cache_maker
+from runtime.simulated_drive import LineDrive, SharedDrive
+from runtime.simulator import Machine, Setting, Simulation, cache_maker
 from runtime.stats import ExpertCounters
 from runtime.units import GIB, MIB
 from stages.simulate import machine_of
