@@ -13,8 +13,7 @@ from pathlib import Path
 from runtime.experts.child_reader import ChildReader
 from runtime.experts.reader import DirectReader
 from runtime.units import PAGE_NBYTES
-
-PATIENCE_S = 60
+from tests.waiting import PATIENCE_S
 
 
 class Drive:

@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -191,11 +190,3 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(data)
 
     return Handler
-
-
-def wait_until(is_so, seconds: float = 30.0) -> None:
-    """Return when `is_so()` holds; fail after `seconds`."""
-    until = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < until, "it never came true"
-        time.sleep(0.01)

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 from hub_machine import BIG, wanted
-from hub_server import COMMIT, REPO, Fault, HubServer, sha256, wait_until
+from hub_server import COMMIT, REPO, Fault, HubServer, sha256
 from huggingface_hub import constants
 
 from runtime.errors import UserError, VerificationError
 from stages import download
 from stages.transfer import INCOMPLETE
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,7 +116,7 @@ def test_a_killed_download_goes_on_where_it_was(hub, tmp_path, fault_row):
     partial = blob.with_name(blob.name + INCOMPLETE)
     size = len(hub.commits[COMMIT][BIG])
     try:
-        wait_until(lambda: partial.exists() and partial.stat().st_size > 0.4 * size, 60)
+        wait_until(lambda: partial.exists() and partial.stat().st_size > 0.4 * size)
     finally:
         process.kill()
         process.communicate()

@@ -14,7 +14,8 @@ import pytest
 from conf.schema import SnapshotsConfig
 from runtime import hardware
 from runtime.snapshot import SnapshotStore
-from tests.unit.stub_server import StubServer, wait_for
+from tests.unit.stub_server import StubServer
+from tests.waiting import wait_until
 
 QUESTIONS = (
     "What is a whale?",
@@ -102,7 +103,7 @@ def _ask_all(server: StubServer, asked: list[Asked]) -> None:
             await asyncio.gather(*(one() for _ in range(clients)))
 
     asyncio.run(run(asked, CLIENTS))
-    wait_for(lambda: server.get("/status").json()["queue"] == IDLE)
+    wait_until(lambda: server.get("/status").json()["queue"] == IDLE)
     undisturbed = [request for request in asked if request.leaves_s is None]
     assert len(undisturbed) > len(asked) // 3
     assert all(request.text is not None for request in undisturbed)

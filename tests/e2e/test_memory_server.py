@@ -17,7 +17,8 @@ from runtime.living_kv.text_store import ingest_text
 from tests.dense_models import open_dense
 from tests.living import config, make_snapshot
 from tests.living import open_memory as open_other
-from tests.unit.stub_server import StubEngine, StubServer, make_codec, wait_for
+from tests.unit.stub_server import StubEngine, StubServer, make_codec
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "tests" / "data" / "recall_model"
@@ -81,7 +82,7 @@ def test_an_answer_says_what_it_rests_on(server):
     assert body["usage"]["completion_tokens"] == 1
     # "code of Banak": for its vector, then to answer
     assert body["usage"]["prompt_tokens"] == 2 * 3
-    wait_for(lambda: server.worker.status()["recent"])  # noted behind the last message
+    wait_until(lambda: server.worker.status()["recent"])  # noted behind the last message
     assert server.worker.status()["recent"][-1]["memory_ms"] > 0
 
 
@@ -230,9 +231,9 @@ def test_a_client_that_goes_away_ends_the_answer_from_memory(server, monkeypatch
         next(frames)
         assert started.wait(WAIT_S)
         (job,) = server.worker._queue.running
-    wait_for(job.is_cancelled.is_set, WAIT_S)
+    wait_until(job.is_cancelled.is_set, WAIT_S)
     is_gone.set()
-    wait_for(lambda: server.worker.status()["queue"]["running"] is None, WAIT_S)
+    wait_until(lambda: server.worker.status()["queue"]["running"] is None, WAIT_S)
     monkeypatch.undo()
     assert not job.count
     assert ask(server).json()["choices"][0]["message"]["content"] == "117"

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.stub_server import StubEngine, StubServer, make_codec, wait_for
+from tests.unit.stub_server import StubEngine, StubServer, make_codec
+from tests.waiting import wait_until
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -79,7 +80,7 @@ def answers(page: Any) -> list[str]:
 
 def until(page: Any, condition: str) -> None:
     """Wait for a condition of the page; its policy lets no text be run as a script inside it."""
-    wait_for(lambda: page.evaluate(condition))
+    wait_until(lambda: page.evaluate(condition))
 
 
 def wait_answered(page: Any, count: int = 1) -> None:
@@ -128,7 +129,7 @@ def test_it_streams_and_stops_and_retries(open_page, server, engine, codec):
     wait_answered(page)
     assert "stopped" in page.locator(".note").inner_text()
     assert 20 < len(answers(page)[0]) < 1200
-    wait_for(lambda: server.get("/status").json()["queue"]["running"] is None)
+    wait_until(lambda: server.get("/status").json()["queue"]["running"] is None)
     engine.script, engine.token_s = codec.encode("Short."), 0.0
     page.click(".note button")
     until(page, "document.querySelector('.assistant > .text')?.innerText === 'Short.'")

@@ -18,6 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.waiting import wait_until
+
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = """
 import json, sys
@@ -72,7 +74,10 @@ def url(tmp_path, before):
         try:
             address = f"http://127.0.0.1:{port}"
             told = tmp_path / "server.log"
-            wait_for(lambda: "2 replicas of tiny" in told.read_text() or server.poll() is not None)
+            wait_until(
+                lambda: "2 replicas of tiny" in told.read_text() or server.poll() is not None,
+                PATIENCE_S,
+            )
             assert server.poll() is None, told.read_text()[-3000:]
             yield address
         finally:
@@ -87,13 +92,6 @@ def is_healthy(address: str) -> bool:
         return httpx.get(f"{address}/health", timeout=20).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.5)
 
 
 def replica_pids() -> set[int]:
@@ -155,7 +153,7 @@ def test_one_of_two_is_killed_under_load(before, url):
     ]
     for thread in threads:
         thread.start()
-    wait_for(lambda: is_healthy(url))
+    wait_until(lambda: is_healthy(url), PATIENCE_S)
     time.sleep(1)
     os.kill(min(pids), signal.SIGKILL)
     for thread in threads:
@@ -171,4 +169,4 @@ def test_one_of_two_is_killed_under_load(before, url):
         assert follow_up["status"] == 200
         again = ask(url, talk[:1])
         assert again["choices"][0]["message"]["content"] == first
-    wait_for(lambda: len(replica_pids() - before - {min(pids)}) == 2)
+    wait_until(lambda: len(replica_pids() - before - {min(pids)}) == 2, PATIENCE_S)

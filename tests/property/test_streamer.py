@@ -21,7 +21,8 @@ from runtime.experts.reader import DirectReader, ReadError
 from runtime.experts.resident import ResidentExperts
 from runtime.experts.streamer import ExpertStreamer
 from runtime.units import PAGE_NBYTES
-from tests.faulty_drives import PATIENCE_S, ChildDrive, Drive
+from tests.faulty_drives import ChildDrive, Drive
+from tests.waiting import PATIENCE_S
 
 LAYERS, EXPERTS, ROUTE = 3, 7, 3
 ALL_KEYS = [ExpertKey(layer, e) for layer in range(LAYERS) for e in range(EXPERTS)]

@@ -27,6 +27,7 @@ from runtime.server.worker import Worker
 from runtime.snapshot import SnapshotStore
 from runtime.stats import ExpertCounters
 from runtime.text import TextCodec
+from tests.waiting import wait_until
 
 # a template as large models have it: options, strict about its first message, reasoning opened in the prompt
 TEMPLATE = """
@@ -220,11 +221,11 @@ class StubServer:
     def __enter__(self) -> StubServer:
         self.worker.start()
         self._thread.start()
-        wait_for(lambda: self.server.started)
+        wait_until(lambda: self.server.started)
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         if self.gate.is_set():
-            wait_for(lambda: self.get("/health").status_code == 200)
+            wait_until(lambda: self.get("/health").status_code == 200)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -260,14 +261,6 @@ class StubServer:
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def wait_for(condition: Any, seconds: float = 20.0) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
-
-
 def texts(chunks: Any) -> tuple[str, str]:
     """Return (reasoning, content) of a stream."""
     reasoning = content = ""
@@ -295,9 +288,10 @@ def stream_bytes(server: StubServer, **fields: Any) -> bytes:
         return b"".join(r.iter_raw())
 
 
-def open_request(server: StubServer, is_stream: bool, text: str) -> socket.socket:
-    """Return the socket of a request whose answer nobody reads."""
-    body = json.dumps({"messages": [{"role": "user", "content": text}], "stream": is_stream})
+def open_request(server: Any, is_stream: bool, text: str, **fields: Any) -> socket.socket:
+    """Return the socket of a request to `server.port` whose answer nobody reads."""
+    messages = [{"role": "user", "content": text}]
+    body = json.dumps({"messages": messages, "stream": is_stream, **fields})
     sock = socket.create_connection(("127.0.0.1", server.port))
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     sock.sendall(head.encode() + body.encode())

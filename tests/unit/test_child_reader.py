@@ -25,7 +25,8 @@ from runtime.experts.layout import ExpertKey, Span
 from runtime.experts.reader import ReadError
 from runtime.experts.spread import has_reader_process
 from runtime.units import PAGE_NBYTES
-from tests.faulty_drives import PATIENCE_S, ChildDrive
+from tests.faulty_drives import ChildDrive
+from tests.waiting import PATIENCE_S, wait_until
 
 PAGES = 40
 
@@ -73,13 +74,6 @@ def is_alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def wait_until(what):
-    until = time.monotonic() + PATIENCE_S
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.002)
 
 
 def test_others_go_on_after_one_that_failed(open_reader, file):

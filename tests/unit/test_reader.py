@@ -17,8 +17,7 @@ from runtime.experts.drive import FileSet
 from runtime.experts.layout import ExpertKey, Span
 from runtime.experts.reader import DirectReader, ReadError
 from runtime.units import PAGE_NBYTES
-
-PATIENCE_S = 60  # a test that hangs fails
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture

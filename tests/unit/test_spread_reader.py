@@ -17,8 +17,8 @@ from runtime.experts.layout import ExpertKey, Span
 from runtime.experts.reader import ReadError
 from runtime.experts.spread_reader import SpreadReader
 from runtime.units import PAGE_NBYTES
+from tests.waiting import PATIENCE_S
 
-PATIENCE_S = 60  # a test that hangs fails
 NUM, RECORD = 24, 12 * PAGE_NBYTES
 
 

@@ -21,8 +21,8 @@ from tests.unit.stub_server import (
     open_request,
     stream_bytes,
     texts,
-    wait_for,
 )
+from tests.waiting import wait_until
 
 TOOL = {
     "type": "function",
@@ -399,9 +399,9 @@ def test_the_prompt_of_a_cancelled_request_is_kept_as_far_as_it_was_read(codec):
         total = server.post("/tokenize", {"messages": long}).json()["count"]
         assert total > 200
         sock = open_request(server, False, long[0]["content"])
-        wait_for(lambda: sum(engine.prompts) >= 128)
+        wait_until(lambda: sum(engine.prompts) >= 128)
         sock.close()
-        wait_for(lambda: server.get("/status").json()["queue"]["running"] is None)
+        wait_until(lambda: server.get("/status").json()["queue"]["running"] is None)
         server.ask()  # another conversation in between
         engine.prefill_s = 0.0
         answer = server.ask(messages=long)

@@ -21,8 +21,8 @@ from tests.unit.stub_server import (
     open_request,
     stream_bytes,
     texts,
-    wait_for,
 )
+from tests.waiting import wait_until
 
 IDLE = {"waiting": [], "running": None, "all_running": []}
 
@@ -64,7 +64,7 @@ def test_keep_alives_come_by_the_wall_clock(codec):
 def test_keep_alives_as_chunks_or_never(codec):
     engine = StubEngine(codec)
     engine.prefill_s = 0.5
-    with StubServer(engine, keep_alive_s=0.1, keep_alive_chunks=True) as server:
+    with StubServer(engine, keep_alive_s=0.02, keep_alive_chunks=True) as server:
         raw = stream_bytes(server)
         assert b": keep-alive" not in raw
         empty = [c for c in frames(raw)[1:-2] if c["choices"][0]["delta"] == {"content": ""}]
@@ -87,7 +87,7 @@ def test_a_bounded_queue_in_order_that_can_be_seen(codec):
         threads = [threading.Thread(target=ask, args=(name,)) for name in "abc"]
         for i, thread in enumerate(threads):
             thread.start()
-            wait_for(lambda n=i: len(server.get("/status").json()["queue"]["waiting"]) == n
+            wait_until(lambda n=i: len(server.get("/status").json()["queue"]["waiting"]) == n
                      and server.get("/status").json()["queue"]["running"])  # fmt: skip
         refused = server.post("/v1/chat/completions", {"messages": HELLO})
         assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
@@ -110,16 +110,16 @@ def test_a_client_that_goes_away_frees_the_engine(codec, is_stream, phase):
         first = None
         if phase == "waiting":
             first = open_request(server, True, "other")
-            wait_for(lambda: server.get("/status").json()["queue"]["running"])
+            wait_until(lambda: server.get("/status").json()["queue"]["running"])
         sock = open_request(server, is_stream, "mine")
-        wait_for(lambda: is_in_phase(server, phase))
+        wait_until(lambda: is_in_phase(server, phase))
         sock.close()
         if first is None:
-            wait_for(lambda: server.get("/status").json()["queue"]["running"] is None)
+            wait_until(lambda: server.get("/status").json()["queue"]["running"] is None)
         else:
-            wait_for(lambda: server.get("/status").json()["queue"]["waiting"] == [])
+            wait_until(lambda: server.get("/status").json()["queue"]["waiting"] == [])
             first.close()
-        wait_for(lambda: f'requests_cancelled_total{{model_name="stub",phase="{phase}"}} 1.0'
+        wait_until(lambda: f'requests_cancelled_total{{model_name="stub",phase="{phase}"}} 1.0'
                  in server.get("/metrics").text)  # fmt: skip
         engine.prefill_s = engine.token_s = 0.0
         assert server.ask(max_tokens=2).usage.completion_tokens == 2
@@ -132,20 +132,21 @@ def test_clients_that_leave_at_once_or_in_the_middle_of_their_request(server, en
     with socket.create_connection(("127.0.0.1", server.port)) as sock:
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{"
         sock.sendall(head.encode())
-    wait_for(lambda: server.get("/status").json()["queue"] == IDLE)
+    wait_until(lambda: server.get("/status").json()["queue"] == IDLE)
     assert server.ask(max_tokens=1).usage.completion_tokens == 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_async_clients_and_their_cancelling(codec):
     engine = StubEngine(codec, "word " * 200)
-    engine.token_s = 0.01
+    engine.token_s = 0.05
 
     async def run(server: StubServer) -> None:
         client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
         fields: dict[str, Any] = {"model": "stub", "messages": HELLO}
         task = asyncio.create_task(client.chat.completions.create(**fields))
-        await asyncio.sleep(0.3)
+        while not engine.decoded:
+            await asyncio.sleep(0.005)
         task.cancel()
         stream = await client.chat.completions.create(**fields, stream=True, max_tokens=5)
         got = [chunk async for chunk in stream]
@@ -167,7 +168,7 @@ def test_stopping_ends_open_streams_with_an_error(codec):
         ]
         for thread in threads:
             thread.start()
-        wait_for(lambda: is_full(server.get("/status").json()["queue"]))
+        wait_until(lambda: is_full(server.get("/status").json()["queue"]))
         server.worker.stop()
         for thread in threads:
             thread.join(30)
@@ -218,7 +219,7 @@ def test_the_log_has_one_line_a_request_and_no_text_of_anybody(server, caplog):
     with caplog.at_level("INFO", logger="server"):
         server.ask(extra_headers={"x-request-id": "mine-7", "x-stainless-retry-count": "1"})
         # both lines are written when the answer has left
-        wait_for(lambda: sum("mine-7" in r.getMessage() for r in list(caplog.records)) == 2)
+        wait_until(lambda: sum("mine-7" in r.getMessage() for r in list(caplog.records)) == 2)
     lines = [record.getMessage() for record in caplog.records if "mine-7" in record.getMessage()]
     assert any("tok/s" in line for line in lines)
     assert any("POST /v1/chat/completions 200" in line and "retry 1" in line for line in lines)

@@ -11,7 +11,8 @@ import httpx
 import openai
 import pytest
 
-from tests.unit.stub_server import HELLO, StubEngine, StubServer, frames, stream_bytes, wait_for
+from tests.unit.stub_server import HELLO, StubEngine, StubServer, frames, stream_bytes
+from tests.waiting import wait_until
 
 # ---- paths, ids, errors ----------------------------------------------------------------------------------------------
 
@@ -128,7 +129,7 @@ def test_while_loading(codec):
         with pytest.raises(openai.InternalServerError, match="loading"):
             server.ask()
         server.gate.set()
-        wait_for(lambda: server.get("/health").status_code == 200)
+        wait_until(lambda: server.get("/health").status_code == 200)
         # the official client tries again by itself
         assert server.client(max_retries=2).models.list()
 
