@@ -269,9 +269,9 @@ class Engine:
         computing_cpus: Sequence[int],
     ) -> Self:
         check_cpu_experts(config, device)
-        config = replace(config, drafts=drafts_on(config.drafts, device))
         dtype = hardware.resolve_dtype(config.hw.dtype, device)
         family = load_family(config.model.family)
+        config = replace(config, drafts=drafts_on(config.drafts, device, family.HEADS_ON_GPU))
         spec = family.read_spec(files.snapshot)
         family.check_support(spec, config, device)
         _check_graphs(config, family, device)

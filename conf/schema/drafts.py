@@ -10,8 +10,8 @@ from enum import Enum
 class DraftSource(Enum):
     """Who guesses the next tokens."""
 
-    auto = "auto"  # on a CPU the checkpoint's draft heads where it has them, else look-up
-    heads = "heads"  # the checkpoint's draft heads, on a CPU
+    auto = "auto"  # the checkpoint's draft heads where it has them (DeepSeek's: on a CPU), else look-up
+    heads = "heads"  # the checkpoint's draft heads; DeepSeek's on a CPU only
     lookup = "lookup"  # what followed the conversation's last tokens when they stood there before; any model
 
 

@@ -88,6 +88,8 @@ class TappedModel(Protocol):
 
     def attempt(self, tokens: Sequence[int], state: Any) -> TappedAttempt: ...
 
+    def is_settled(self, count: int) -> bool: ...
+
     def taps(self) -> Tensor:
         """Return what the heads read of the last `prefill` or `decode`: [T, ...]."""
 
@@ -161,6 +163,10 @@ class HeadedModel:
     def dense_nbytes(self) -> int:
         """Bytes that a pass without drafts reads at least."""
         return self.model.dense_nbytes
+
+    def is_settled(self, count: int) -> bool:
+        """Whether a pass of `count` tokens takes as long as those after it."""
+        return self.model.is_settled(count)
 
     def close(self) -> None:
         """Close what the model has open."""

@@ -18,7 +18,8 @@ from runtime.experts.shared import SharedReads
 from runtime.experts.source import ExpertSource
 from runtime.models.decoded_rows import DecodedRows
 
-LOOKUP_DEPTH = 4  # guesses of a look-up where drafts.depth does not say
+# guesses of a look-up where drafts.depth does not say; on a GPU no heads give more, for this many decoders are opened
+LOOKUP_DEPTH = 4
 # of a decoder beside another on a GPU, less the state that it keeps: buffers and captured graphs; an estimate
 ROW_NBYTES = 16 * 2**20
 
@@ -31,13 +32,16 @@ def check_device(config: DraftsConfig, device: torch.device) -> None:
         )
 
 
-def check_decoders(config: RunConfig, device: torch.device) -> None:
-    """Refuse what decoders beside one another do not do on a GPU. Raises UserError."""
+def check_decoders(config: RunConfig, device: torch.device, heads_on_gpu: bool) -> None:
+    """Refuse what decoders beside one another do not do on a GPU. Raises UserError.
+
+    heads_on_gpu: whether the family's draft heads are computed there.
+    """
     if not config.drafts.enabled or device.type == "cpu":
         return
-    if config.drafts.source is DraftSource.heads:
+    if config.drafts.source is DraftSource.heads and not heads_on_gpu:
         raise UserError(
-            "draft heads are computed on the CPU only so far",
+            "draft heads of this family are computed on the CPU only so far",
             "set drafts.source=lookup, or leave it out",
         )
     if config.hw.token_limit_s is not None:
@@ -52,9 +56,9 @@ def check_decoders(config: RunConfig, device: torch.device) -> None:
         )
 
 
-def drafts_on(config: DraftsConfig, device: torch.device) -> DraftsConfig:
-    """Return who guesses on a device: of what `auto` may be a GPU has the look-up alone."""
-    if device.type == "cpu" or config.source is not DraftSource.auto:
+def drafts_on(config: DraftsConfig, device: torch.device, heads_on_gpu: bool) -> DraftsConfig:
+    """Return who guesses on a device: where heads are computed on CPUs only, a GPU's `auto` is the look-up."""
+    if device.type == "cpu" or heads_on_gpu or config.source is not DraftSource.auto:
         return config
     return replace(config, source=DraftSource.lookup)
 

@@ -26,6 +26,9 @@ class RowDecoder(ABC):
     CONTEXT_TOKENS: int  # before a token, that its rows of tables depend on
     logits: Tensor  # [1, vocab] fp32, of the last step
     wait_ns: int
+    tapped: Tensor | None = (
+        None  # [1, ...], what draft heads read of the last step, where there are some
+    )
     _steps: int
 
     @property
@@ -81,6 +84,11 @@ class DecodedRows:
         rows = [self.decoder] if count == 1 else self.rows[:count]
         return all(row.is_settled for row in rows)
 
+    def taps(self, count: int) -> Tensor | None:
+        """Return what draft heads read of the last pass, of its first `count` tokens: [count, ...]."""
+        kept = [row.tapped for row in self.rows[:count] if row.tapped is not None]
+        return torch.cat(kept) if kept else None
+
     @property
     def wait_ns(self) -> int:
         """Nanoseconds that the host has waited for routes."""
@@ -125,6 +133,7 @@ class RowsAttempt:
         self._start, self._before = state.position, self._decoder.context_of(state)
         contexts = [self._context(count) for count in range(len(tokens))]
         self.logits = rows.feed(tokens, self._start, contexts)
+        self.taps = rows.taps(len(tokens))
         self._count = len(tokens)
         self._move()
 

@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 READS_IN_PLACE = False
 IS_DENSE = False
 HAS_TOKEN_GRAPH = True  # hw.graphs=token
+HEADS_ON_GPU = False  # a checkpoint's draft heads
 
 
 def read_spec(snapshot: Path) -> DeepseekSpec:
@@ -69,7 +70,7 @@ def read_spec(snapshot: Path) -> DeepseekSpec:
 
 def check_support(spec: DeepseekSpec, config: RunConfig, device: torch.device) -> None:
     """Refuse what this engine cannot do for the model."""
-    check_decoders(config, device)
+    check_decoders(config, device, HEADS_ON_GPU)
     if device.type != "cpu" and config.deepseek.replay is not Replay.exact:
         raise UserError(
             "deepseek.replay=bounded runs on the CPU only so far", "leave out deepseek.replay"

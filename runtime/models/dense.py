@@ -250,6 +250,7 @@ class DenseAttempt:
 READS_IN_PLACE = False
 IS_DENSE = True  # every layer comes by for every token
 HAS_TOKEN_GRAPH = False  # hw.graphs=token
+HEADS_ON_GPU = False  # a checkpoint's draft heads
 
 
 def read_spec(snapshot: Path) -> DenseSpec:

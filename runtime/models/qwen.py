@@ -62,6 +62,7 @@ WORKSPACE_NBYTES = (64 + 96) * 2**20
 READS_IN_PLACE = True
 IS_DENSE = False
 HAS_TOKEN_GRAPH = True  # hw.graphs=token
+HEADS_ON_GPU = True  # a checkpoint's draft heads
 
 
 def read_spec(snapshot: Path) -> QwenSpec:
@@ -71,7 +72,7 @@ def read_spec(snapshot: Path) -> QwenSpec:
 
 def check_support(spec: QwenSpec, config: RunConfig, device: torch.device) -> None:
     """Refuse what this engine cannot do for the model."""
-    check_decoders(config, device)
+    check_decoders(config, device, HEADS_ON_GPU)
     check_context(config.model.context_tokens, spec.max_positions)
 
 
@@ -97,7 +98,7 @@ def model_sizes(
     sizes = _sizes(spec, kept, layout.record_nbytes, config, dtype)
     if not config.drafts.enabled:
         return sizes
-    from runtime.models.qwen_drafts import mtp_depth, mtp_nbytes
+    from runtime.models.qwen_drafts import MtpNbytes, mtp_depth, mtp_nbytes
 
     checkpoint = Checkpoint.open(files.snapshot)
     block = mtp_depth(checkpoint)
@@ -107,11 +108,14 @@ def model_sizes(
     rows_nbytes = rows * num_delta * _delta_nbytes(spec, dtype.itemsize)
     if resolve_device(config.hw.device).type == "cuda":
         rows_nbytes += rows * ROW_NBYTES
-    residents = sizes.residents_nbytes
+    head = MtpNbytes(0, 0, 0)
     if has_heads(config.drafts, block):
-        residents += mtp_nbytes(checkpoint, spec, config.drafts, dtype)
+        head = mtp_nbytes(checkpoint, spec, config, dtype)
     return dataclasses.replace(
-        sizes, residents_nbytes=residents, state_nbytes=sizes.state_nbytes + rows_nbytes
+        sizes,
+        residents_nbytes=sizes.residents_nbytes + head.weights,
+        embedding_nbytes=sizes.embedding_nbytes + head.expert_rows,
+        state_nbytes=sizes.state_nbytes + rows_nbytes + head.state,
     )
 
 
@@ -223,6 +227,13 @@ def open_model(
     # a few candidates more than are read or copied: some will be there already
     guesses = max(spec.top_k, prefetch.copy) if prefetch.experts or prefetch.copy else 0
     model = QwenModel(spec, weights, scales.to(device), experts, rows, table_scale, guesses)
+    checkpoint = None  # of the draft head
+    if config.drafts.enabled:
+        from runtime.models.qwen_drafts import mtp_depth, with_mtp
+
+        opened = Checkpoint.open(files.snapshot)
+        if has_heads(config.drafts, mtp_depth(opened)):
+            checkpoint, model.keeps_streams = opened, True
     if device.type == "cuda":
         context = config.model.context_tokens
         cpu = _open_cpu(spec, config.hw.cpu_experts, experts, scales, device, dtype)
@@ -233,14 +244,7 @@ def open_model(
             model.decoder = open_lanes(partial(make, cpu=cpu), config.serve.max_batch)
             if config.drafts.enabled:
                 model.decoded_rows = open_rows(make, model.decoder, config.drafts, experts)
-            return model
-    if config.drafts.enabled:
-        from runtime.models.qwen_drafts import mtp_depth, with_mtp
-
-        checkpoint = Checkpoint.open(files.snapshot)
-        if has_heads(config.drafts, mtp_depth(checkpoint)):
-            return with_mtp(model, checkpoint, config, dtype)
-    return model
+    return model if checkpoint is None else with_mtp(model, checkpoint, config, dtype)
 
 
 def _open_cpu(

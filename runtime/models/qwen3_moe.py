@@ -316,6 +316,7 @@ class Qwen3MoeModel:
 READS_IN_PLACE = False
 IS_DENSE = False
 HAS_TOKEN_GRAPH = False  # hw.graphs=token
+HEADS_ON_GPU = False  # a checkpoint's draft heads
 
 # of libraries, and what the allocator cannot hand out again; taken over from the other families, not measured
 WORKSPACE_NBYTES = 160 * 2**20

@@ -113,6 +113,7 @@ class Decoder(RowDecoder):
         self.inner = buffer(spec.top_k, spec.intermediate, dtype=torch.float32)
         self.rows = buffer(spec.top_k, spec.hidden, dtype=torch.float32)
         self.logits = buffer(1, spec.vocab_size, dtype=torch.float32)
+        self.tapped = buffer(1, spec.streams, spec.hidden) if model.keeps_streams else None
         # of the attention layers
         self.q, self.index_q = (
             buffer(spec.heads, spec.head_dim),
@@ -332,6 +333,8 @@ class Decoder(RowDecoder):
     def _last(self) -> None:
         self._moe.combine_token(self.weights, self.rows, self.shared, self.y)
         residual = self.residual + self.amount * self.y.unsqueeze(1)
+        if self.tapped is not None:
+            self.tapped.copy_(residual)
         x, _ = self.model.final_mixer.mix(residual)
         self.logits.copy_(F.linear(x, self.model.head))
 

@@ -4,6 +4,8 @@ Owns the head's arithmetic, its experts' form (block FP8) and its own way back f
 are joined was read in public descriptions and has not been run on the released weights; a mistake there would cost
 acceptance, never a token.
 
+Plain torch, on a CPU and on a GPU: there its experts are copied to VRAM one by one, where they are widened.
+
 Letters: T tokens of this call, H hidden, S streams. A pair is the model's streams at a position and the token that
 follows it; the head knows one pair less than the model knows positions: the last one's token has not come.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +24,14 @@ from torch import Tensor
 from conf.schema import DraftsConfig, RunConfig
 from kernels import reference as ops
 from kernels.formats import fp8_tiles_dequantize
-from runtime.checkpoint import Checkpoint, bytes_to_tensor
+from runtime.checkpoint import Checkpoint
 from runtime.drafts.heads import HeadedModel, Proposal, TappedModel
 from runtime.experts.layout import ExpertKey, Span
 from runtime.experts.reader import DirectReader
 from runtime.experts.source import ExpertSource
 from runtime.experts.streamer import ExpertStreamer
 from runtime.experts.tensor_runs import Part, lay_out
+from runtime.models.buffers import open_part
 from runtime.models.qwen_model import CHUNK_TOKENS, Attention, BlockMixer, Mixer, QwenModel
 from runtime.models.qwen_moe import Moe
 from runtime.models.qwen_state import AttentionState
@@ -86,16 +89,12 @@ class MtpMoe(Moe):
     """The head's experts: another form than the main model's, the same arithmetic."""
 
     def __init__(self, weights: Mapping[str, Tensor], spec: QwenSpec, layout: MtpLayout) -> None:
-        super().__init__(weights, 0, spec, torch.ones(spec.num_experts, 3))
+        device = weights["fc_hidden.weight"].device
+        super().__init__(weights, 0, spec, torch.ones(spec.num_experts, 3, device=device))
         self._layout = layout
 
     def matrices(self, expert: int, record: Tensor) -> tuple[Tensor, Tensor]:
-        tensors = [
-            bytes_to_tensor(
-                bytearray(record[p.offset : p.offset + p.nbytes].numpy()), p.dtype, p.shape
-            )
-            for p in self._layout.parts(expert)
-        ]
+        tensors = [open_part(record, part) for part in self._layout.parts(expert)]
         gate, up, down = (
             fp8_tiles_dequantize(values, scale.float(), TILE)
             for values, scale in zip(tensors[::2], tensors[1::2], strict=True)
@@ -106,11 +105,11 @@ class MtpMoe(Moe):
 class MtpState:
     """Keys and values of the pairs, the streams whose token has not come, and the way back to recent positions."""
 
-    def __init__(self, spec: QwenSpec, dtype: torch.dtype) -> None:
-        self.spec, self.position = spec, 0
+    def __init__(self, spec: QwenSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec, self.device, self.position = spec, device, 0
 
         def empty(*shape: int) -> Tensor:
-            return torch.zeros(0, *shape, dtype=dtype)
+            return torch.zeros(0, *shape, dtype=dtype, device=device)
 
         kv = (spec.kv_heads, spec.head_dim)
         self.cache = AttentionState(empty(*kv), empty(*kv), empty(spec.index_dim), empty(spec.index_dim))  # fmt: skip
@@ -145,7 +144,7 @@ class MtpState:
         self._marks = {p: mark for p, mark in self._marks.items() if p <= position}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return a copy of everything that decides the next guesses."""
+        """Return a copy of everything that decides the next guesses, in RAM."""
         cache, blocks = self.cache, self.pairs // self.spec.block_tokens
         out = {
             "position": torch.tensor([self.position]),
@@ -155,14 +154,14 @@ class MtpState:
             "pooled": cache.pooled[:blocks],
             "open_block": cache.open_block,
         }
-        return {name: tensor.clone() for name, tensor in out.items()}
+        return {name: tensor.to("cpu", copy=True) for name, tensor in out.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Become the state that `tensors` was copied from."""
-        self.position = int(tensors["position"])
-        self.waiting = tensors["waiting"].clone()
-        names = ("keys", "values", "pooled", "open_block")
-        self.cache = AttentionState(*(tensors[name].clone() for name in names))
+        names = ("waiting", "keys", "values", "pooled", "open_block")
+        own = {name: tensors[name].to(self.device, copy=True) for name in names}
+        self.position, self.waiting = int(tensors["position"]), own.pop("waiting")
+        self.cache = AttentionState(**own)
         self._marks = {}
         self._mark()
 
@@ -181,6 +180,7 @@ class Mtp:
     ) -> None:
         """main: lends embedding and head.  weights: of `spec.mtp_shapes`, in the compute dtype."""
         spec = self.spec = main.spec
+        self.device = main.device
         self.embedding, self.head, self.experts = main.embedding, main.head, experts
         self.fc_embedding, self.fc_hidden = (
             weights[f"fc_{part}.weight"] for part in ("embedding", "hidden")
@@ -196,7 +196,7 @@ class Mtp:
 
     def new_state(self) -> MtpState:
         """Return the state of an empty conversation."""
-        return MtpState(self.spec, self.head.dtype)
+        return MtpState(self.spec, self.head.dtype, self.device)
 
     @torch.inference_mode()
     def seed(self, tokens: Sequence[int], taps: Tensor, state: MtpState) -> None:
@@ -221,7 +221,7 @@ class Mtp:
         cache, streams, at = state.cache, state.waiting, state.pairs
         open_block = cache.open_block
         tokens: list[int] = []
-        logits = [torch.empty(0, len(self.head))]
+        logits = [torch.empty(0, len(self.head), device=self.device)]
         if not len(streams):
             return Proposal(tokens, logits[0])
         while len(tokens) < depth:
@@ -235,7 +235,9 @@ class Mtp:
 
     def _join(self, tokens: Sequence[int], streams: Tensor) -> Tensor:
         """Return the layer's input [T, S, H]: the main model's streams and the tokens that follow."""
-        embedded = self.embedding[torch.tensor(tokens)]
+        # on a GPU the table may have stayed in RAM
+        rows = torch.tensor(tokens, device=self.embedding.device)
+        embedded = self.embedding[rows].to(self.device)
         token = F.linear(
             ops.rms_norm(embedded, self.embedding_gain, self.spec.eps), self.fc_embedding
         )
@@ -250,7 +252,7 @@ class Mtp:
         return streams + amount * self.moe.rows([x], self.experts, 0)[0].unsqueeze(1)
 
     def _tables(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(start, start + count)
+        positions = torch.arange(start, start + count, device=self.device)
         return ops.rope_tables(positions, self.spec.rotary_dim, self.spec.rope_theta)
 
 
@@ -266,28 +268,39 @@ def _kept_rows(spec: QwenSpec, config: DraftsConfig, record_nbytes: int) -> int:
     return min(max(spec.top_k, int(config.ram_gib * GIB) // record_nbytes), spec.num_experts)
 
 
+class MtpNbytes(NamedTuple):
+    """What the head takes, in bytes."""
+
+    weights: int  # where it computes
+    expert_rows: int  # in RAM
+    state: int  # keys and values of a whole window, where it computes
+
+
 def mtp_nbytes(
-    checkpoint: Checkpoint, spec: QwenSpec, config: DraftsConfig, dtype: torch.dtype
-) -> int:
-    """Return what the head takes of the RAM: its weights, and rows for its experts."""
+    checkpoint: Checkpoint, spec: QwenSpec, config: RunConfig, dtype: torch.dtype
+) -> MtpNbytes:
+    """Return what the head takes."""
     record_nbytes = MtpLayout(checkpoint, spec).record_nbytes
     weights = dtype.itemsize * sum(math.prod(shape) for shape in spec.mtp_shapes().values())
-    return weights + (_kept_rows(spec, config, record_nbytes) + 1) * record_nbytes
+    rows = _kept_rows(spec, config.drafts, record_nbytes) + 1
+    token = 2 * spec.kv_heads * spec.head_dim + spec.index_dim / spec.block_tokens
+    # twice: buffers that grow lie beside what they grow from
+    state = 2 * int(dtype.itemsize * token * config.model.context_tokens)
+    return MtpNbytes(weights, rows * record_nbytes, state)
 
 
 def with_mtp(
     model: QwenModel, checkpoint: Checkpoint, config: RunConfig, dtype: torch.dtype
 ) -> HeadedModel:
-    """Load the draft head beside the model that it reads."""
+    """Load the draft head beside the model that it reads, which keeps its streams; where that computes, it does."""
     spec = model.spec
     weights = {}
     for name, shape in spec.mtp_shapes().items():
         checkpoint.info(f"{PREFIX}{name}", FLOATS, shape)
-        weights[name] = checkpoint.load(f"{PREFIX}{name}").to(dtype)
+        weights[name] = checkpoint.load(f"{PREFIX}{name}").to(model.device, dtype)
     layout = MtpLayout(checkpoint, spec)
     rows = _kept_rows(spec, config.drafts, layout.record_nbytes)
     reader = DirectReader(layout.files, config.hw.drive, record_nbytes=layout.record_nbytes)
     experts = ExpertStreamer(layout, reader, rows, 1, 0)
-    model.keeps_streams = True
-    tapped = cast("TappedModel", model)  # on a CPU, whose attempts have taps
+    tapped = cast("TappedModel", model)  # whose attempts have taps
     return HeadedModel(tapped, Mtp(model, weights, layout, experts), experts)

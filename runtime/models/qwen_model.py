@@ -20,7 +20,7 @@ from kernels.fp8_matvec import linear, linear_pair
 from runtime.experts.layout import Nvfp4Shape
 from runtime.experts.source import ExpertSource
 from runtime.models.buffers import appended
-from runtime.models.decoded_rows import DecodedRows, RowsAttempt
+from runtime.models.decoded_rows import DecodedRows, RowDecoder, RowsAttempt
 from runtime.models.lanes import Lanes
 from runtime.models.qwen_attempt import QwenAttempt
 from runtime.models.qwen_decode import Decoder
@@ -372,7 +372,8 @@ class QwenModel:
         # decodes instead of the layers' own path, where it is set
         self.decoder: Decoder | Lanes | None = None
         self.decoded_rows: DecodedRows | None = None  # beside it, where tokens may be taken back
-        self.keeps_streams = False  # whether `taps` is asked for after each forward
+        # whether `taps` is asked for after each forward; set before decoders are made
+        self.keeps_streams = False
         self.streams: Tensor | None = None
 
     @property
@@ -411,7 +412,11 @@ class QwenModel:
     def decode(self, token: int, state: QwenState) -> Tensor:
         """Take in one token: fp32 logits [1, vocab]."""
         if self.decoder is not None:
-            return self.decoder.step(token, state).clone()  # the next step overwrites its buffer
+            # the next step overwrites its buffers
+            logits = self.decoder.step(token, state).clone()
+            if isinstance(self.decoder, RowDecoder) and self.decoder.tapped is not None:
+                self.streams = self.decoder.tapped.clone()
+            return logits
         return self._forward([token], state, all_logits=False, after_layer=lambda: None)
 
     def taps(self) -> Tensor:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from runtime.checkpoint import Checkpoint, CheckpointError
+from conf.schema import DraftSource
+from kernels import reference as ops
+from runtime.checkpoint import Checkpoint, CheckpointError, torch_dtype
 from runtime.engine import Engine
 from runtime.experts.layout import ExpertKey
-from runtime.models.qwen_drafts import MTP_DEPTH, MtpLayout
+from runtime.models import qwen, qwen_drafts, qwen_model
+from runtime.models.qwen_decode import Decoder
+from runtime.models.qwen_drafts import MTP_DEPTH, Mtp, MtpLayout, MtpNbytes, mtp_nbytes
 from runtime.sampling import SamplingParams
 from runtime.session import Session
 from tests.parity.qwen_mtp import SHARD, make_mtp_snapshot
+from tests.parity.row_checks import HalfRight, check_rows, same
+from tests.parity.test_decoded_rows import with_rows
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +58,6 @@ def taps(headed, heldout_tokens):
     """The main model's last streams for 150 tokens: beyond the indexer's budget of 128."""
     headed.model.prefill(heldout_tokens[:150], headed.model.new_state())
     return headed.model.taps()
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("known", [1, 2, 9, 150])
@@ -171,6 +175,135 @@ def test_answers_are_those_without_drafts(open_mtp, open_tiny, heldout_tokens, p
     assert engine.drafting.proposed > 0
     assert engine.drafting.passes + engine.drafting.accepted == 13
     assert engine.model.experts.counters.read_nbytes > 0
+
+
+@pytest.fixture(scope="module")
+def decoded(open_mtp):
+    """An engine whose main model decodes as on a GPU, by decoders of fixed shapes; 39 experts are kept."""
+    engine = open_mtp(**{"cache.ram_gib": 0.0009, "prefetch.experts": 2})
+    main = engine.model.model
+
+    def decoder(**more):
+        return Decoder(main, 300, has_graphs=False, **more)
+
+    with_rows(main, decoder(), decoder)
+    return engine
+
+
+def test_heads_read_of_a_row_what_they_read_of_a_single_step(decoded, heldout_tokens):
+    main, rows = decoded.model.model, heldout_tokens[21:26]
+    plain, state = main.new_state(), main.new_state()
+    for each in (plain, state):
+        main.prefill(heldout_tokens[:21], each)
+        main.taps()
+    single = []
+    for token in rows:
+        main.decode(token, plain)
+        single.append(main.taps())
+    taps = main.attempt(rows, state).taps
+    assert torch.equal(taps, torch.cat(single))
+    assert len(taps.unique(dim=0)) == len(rows)
+
+
+@pytest.mark.parametrize("start", [21, 130])
+def test_heads_and_decoders_go_back_together(decoded, heldout_tokens, start):
+    check_rows(decoded.model, heldout_tokens, start, MTP_DEPTH + 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_answers_with_decoders_are_those_without_drafts(
+    decoded, open_tiny, heldout_tokens, temperature
+):
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=30)
+    told = []
+    for engine in (open_tiny(), decoded):
+        pieces = Session(engine).generate(heldout_tokens[:40], params)
+        told.append([piece.token for piece in pieces])
+    before = decoded.drafting.report()
+    assert before["source"] == "heads"
+    assert before["proposed"] > 0
+    heads, decoded.drafting._source = decoded.drafting._source, HalfRight(told[0], 40)
+    session = Session(decoded)
+    told.append([piece.token for piece in session.generate(heldout_tokens[:40], params)])
+    decoded.drafting._source = heads
+    assert told[0] == told[1] == told[2]
+    assert decoded.drafting.report()["accepted"] - before["accepted"] > 5
+
+
+def test_all_of_the_head_is_where_the_model_computes(headed, checkpoint, monkeypatch):
+    """Fake tensors of two devices refuse to meet; the embedding table may be on another one, as with a GPU."""
+    spec, layout = headed.heads.spec, MtpLayout(checkpoint, headed.heads.spec)
+    here, streams = torch.device("meta"), (spec.streams, spec.hidden)
+    tokens = list(range(150))
+    # fake tensors have no addresses
+    monkeypatch.setattr(qwen_model, "joined", torch.cat)
+    monkeypatch.setattr(
+        qwen_drafts,
+        "open_part",
+        lambda record, part: record.new_empty(part.shape, dtype=torch_dtype(part.dtype)),
+    )
+    with FakeTensorMode():
+        weights = {
+            name: torch.empty(shape, device=here) for name, shape in spec.mtp_shapes().items()
+        }
+        table = torch.empty(spec.vocab_size, spec.hidden)
+        main = SimpleNamespace(spec=spec, device=here, embedding=table, head=table.to(here))
+        mtp = Mtp(main, weights, layout, experts=None)
+        state = mtp.new_state()
+        for taken in (tokens, tokens[:1]):
+            mtp.seed(taken, torch.empty(len(taken), *streams, device=here), state)
+        kept = state.tensors()
+        assert {tensor.device.type for tensor in kept.values()} == {"cpu"}
+        cache = state.cache
+        for tensor in (state.waiting, cache.keys, cache.values, cache.pooled, cache.open_block):
+            assert tensor.device == here
+        first = mtp.new_state()
+        mtp.seed(tokens[:8], torch.empty(8, *streams, device=here), first)
+        mtp.moe.rows = lambda xs, experts, guesses: [
+            mtp.moe.share(x) + expert_sum(mtp, x, layout) for x in xs
+        ]
+        assert mtp._layer(mtp._join([5], first.waiting), first.cache, 7).device == here
+        assert mtp.propose(5, mtp.new_state(), 2).logits.device == here
+
+
+def expert_sum(mtp, x, layout):
+    """One expert of a route, computed."""
+    record = torch.empty(layout.record_nbytes, dtype=torch.uint8).to(x.device)
+    ids, weights = mtp.moe.route(x)
+    assert ids.device == x.device
+    matrices = mtp.moe.matrices(3, record)
+    return weights[:, :1] * ops.scaled_swiglu_expert(x, *matrices, mtp.moe.scales[3])
+
+
+def test_what_the_head_takes_is_planned(checkpoint, headed, open_mtp, tiny_files, snapshot):
+    """Weights and state where it computes, rows for its experts in RAM, whatever computes."""
+    engine, spec = open_mtp(**{"drafts.depth": 2}), headed.heads.spec
+    found = mtp_nbytes(checkpoint, spec, engine.config, torch.float32)
+    heads = engine.model.heads
+    dense = [n for n in checkpoint.tensors if n.startswith("mtp.") and ".experts." not in n]
+    assert found.weights == sum(4 * checkpoint.load(name).numel() for name in dense)
+    rows = heads.experts.cache.num_rows
+    assert found.expert_rows == (rows + 1) * MtpLayout(checkpoint, spec).record_nbytes
+    state = heads.new_state()
+    window = engine.config.model.context_tokens
+    heads.seed([1] * window, torch.zeros(window, spec.streams, spec.hidden), state)
+    cache = state.cache
+    held = sum(t.nbytes for t in (cache.keys, cache.values, cache.pooled))
+    assert found.state / 2 <= held <= found.state
+    files, dtype = replace(tiny_files, snapshot=snapshot), torch.float32
+    sizes = [
+        qwen.model_sizes(spec, files, engine._layout, config, dtype)
+        for config in (engine.config, with_lookup(engine.config))
+    ]
+    more = [
+        getattr(sizes[0], name) - getattr(sizes[1], name)
+        for name in ("residents_nbytes", "embedding_nbytes", "state_nbytes")
+    ]
+    assert MtpNbytes(*more) == found
+
+
+def with_lookup(config):
+    return replace(config, drafts=replace(config.drafts, source=DraftSource.lookup))
 
 
 def test_records_hold_the_tensors(checkpoint, headed):

@@ -8,9 +8,16 @@ import torch
 from conf.schema import DraftSource
 from runtime import engine
 from runtime.budget import ModelSizes
-from runtime.drafts.opening import check_decoders, check_device, drafts_on, open_rows
+from runtime.drafts.opening import (
+    LOOKUP_DEPTH,
+    check_decoders,
+    check_device,
+    drafts_on,
+    open_rows,
+)
 from runtime.errors import UserError
-from runtime.models import dense
+from runtime.models import deepseek, dense, qwen
+from runtime.models.qwen_drafts import MTP_DEPTH
 from runtime.units import GIB
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -20,7 +27,7 @@ ON = {"drafts.enabled": True}
 @pytest.mark.parametrize(
     ("settings", "said", "hint"),
     [
-        ({"drafts.source": "heads"}, "draft heads are computed on the CPU", "drafts.source=lookup"),
+        ({"drafts.source": "heads"}, "draft heads of this family are computed on the CPU", "drafts.source=lookup"),
         ({"hw.graphs": "token"}, "one token at a time", "leave out one of"),
         ({"hw.cpu_experts": "auto", "hw.device": "cuda"}, "share one token's work", "leave out these"),
         ({"deepseek.head": "auto"}, "share one token's work", "leave out these"),
@@ -29,11 +36,11 @@ ON = {"drafts.enabled": True}
 def test_what_rows_do_not_do_on_a_gpu_is_refused(make_config, settings, said, hint):
     config = make_config("tiny_deepseek", **{**ON, **settings})
     with pytest.raises(UserError, match=said) as refused:
-        check_decoders(config, GPU)
+        check_decoders(config, GPU, heads_on_gpu=False)
     assert hint in refused.value.hint
-    check_decoders(config, CPU)
+    check_decoders(config, CPU, heads_on_gpu=False)
     config.drafts.enabled = False
-    check_decoders(config, GPU)
+    check_decoders(config, GPU, heads_on_gpu=False)
 
 
 def test_other_families_have_drafts_on_the_cpu_only(make_config):
@@ -45,11 +52,16 @@ def test_other_families_have_drafts_on_the_cpu_only(make_config):
 
 
 @pytest.mark.parametrize("source", list(DraftSource))
-def test_a_gpu_looks_up_where_it_may_choose(make_config, source):
-    drafts = make_config(**ON, **{"drafts.source": source.value}).drafts
-    assert drafts_on(drafts, CPU) == drafts
+def test_a_gpu_looks_up_where_it_may_choose_and_has_no_heads(make_config, source):
+    config = make_config(**ON, **{"drafts.source": source.value})
+    drafts = config.drafts
+    for heads_on_gpu in (False, True):
+        assert drafts_on(drafts, CPU, heads_on_gpu) == drafts
     wanted = DraftSource.lookup if source is DraftSource.auto else source
-    assert drafts_on(drafts, GPU).source is wanted
+    assert drafts_on(drafts, GPU, heads_on_gpu=False).source is wanted
+    assert drafts_on(drafts, GPU, heads_on_gpu=True) == drafts
+    check_decoders(config, GPU, heads_on_gpu=True)
+    assert (qwen.HEADS_ON_GPU, deepseek.HEADS_ON_GPU) == (True, False)
 
 
 def test_rows_ask_for_their_experts_at_once():
@@ -81,6 +93,7 @@ def test_there_is_a_decoder_for_each_row(make_config):
     from runtime.experts.shared import SharedReads
 
     decoder, drafts = Made(), make_config(**ON, **{"drafts.depth": 3}).drafts
+    assert MTP_DEPTH <= LOOKUP_DEPTH, "a pass with the head's guesses has no more rows"
     rows = open_rows(make, decoder, drafts, SharedReads(None))
     assert made == 4 * [{"graphs": "the pool", "beside": decoder}], (
         "the token drawn and three guesses"
