@@ -15,6 +15,7 @@ from runtime.drafts.opening import (
     drafts_on,
     open_rows,
 )
+from runtime.engine import EngineFiles
 from runtime.errors import UserError
 from runtime.models import deepseek, dense, qwen
 from runtime.models.qwen_drafts import MTP_DEPTH
@@ -62,6 +63,27 @@ def test_a_gpu_looks_up_where_it_may_choose_and_has_no_heads(make_config, source
     assert drafts_on(drafts, GPU, heads_on_gpu=True) == drafts
     check_decoders(config, GPU, heads_on_gpu=True)
     assert (qwen.HEADS_ON_GPU, deepseek.HEADS_ON_GPU) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"), [("tiny", DraftSource.auto), ("tiny_deepseek", DraftSource.lookup)]
+)
+def test_an_engine_asks_the_family_for_heads_on_a_gpu(
+    make_config, tiny_files, tiny_qwen, monkeypatch, model, wanted
+):
+    seen = []
+    family = {"tiny": qwen, "tiny_deepseek": deepseek}[model]
+
+    def check(spec, config, device):
+        seen.append((config.drafts.source, device))
+        raise UserError("enough seen", "")
+
+    monkeypatch.setattr(family, "check_support", check)
+    monkeypatch.setattr(engine.hardware, "resolve_device", lambda name: GPU)
+    files = {"tiny": tiny_files, "tiny_deepseek": EngineFiles(tiny_qwen.parent / "tiny-deepseek")}
+    with pytest.raises(UserError, match="enough seen"):
+        engine.Engine.open(make_config(model, **ON, **{"hw.pin_threads": False}), files[model])
+    assert seen == [(wanted, GPU)]
 
 
 def test_rows_ask_for_their_experts_at_once():
