@@ -25,25 +25,29 @@ CACHES = [
 ]
 
 
-@pytest.fixture(params=MODELS)
-def open_model(request, make_config, tiny_files, tiny_qwen):
-    """Return a function: settings -> an open engine on the GPU; one at a time is open."""
+def engines(make_config, model, files, **fixed):
+    """Yield a function: settings -> an open engine, on the GPU unless told otherwise; one at a time is open."""
     opened = []
-    files = {
-        "tiny": tiny_files,
-        "tiny_deepseek": EngineFiles(tiny_qwen.parent / "tiny-deepseek"),
-    }
 
     def open_engine(**settings) -> Engine:
         while opened:
             opened.pop().close()
-        config = make_config(request.param, **{"hw.device": "cuda", **settings})
-        opened.append(Engine.open(config, files[request.param]))
+        config = make_config(model, **{"hw.device": "cuda", **fixed, **settings})
+        opened.append(Engine.open(config, files))
         return opened[-1]
 
     yield open_engine
     for engine in opened:
         engine.close()
+
+
+@pytest.fixture(params=MODELS)
+def open_model(request, make_config, tiny_files, tiny_qwen):
+    files = {
+        "tiny": tiny_files,
+        "tiny_deepseek": EngineFiles(tiny_qwen.parent / "tiny-deepseek"),
+    }
+    yield from engines(make_config, request.param, files[request.param])
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -108,19 +112,7 @@ def mtp_files(tiny_files, tiny_qwen, tmp_path_factory):
 
 @pytest.fixture
 def open_mtp(make_config, mtp_files):
-    """Return a function: settings -> an open engine with a draft head, on the GPU; one is open at a time."""
-    opened = []
-
-    def open_engine(**settings) -> Engine:
-        while opened:
-            opened.pop().close()
-        config = make_config(**{"hw.device": "cuda", **DRAFTS, **settings})
-        opened.append(Engine.open(config, mtp_files))
-        return opened[-1]
-
-    yield open_engine
-    for engine in opened:
-        engine.close()
+    yield from engines(make_config, "tiny", mtp_files, **DRAFTS)
 
 
 @pytest.mark.parametrize("graphs", [True, False])
