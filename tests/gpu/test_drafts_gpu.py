@@ -10,9 +10,8 @@ import torch
 from runtime.engine import Engine, EngineFiles
 from runtime.errors import UserError
 from runtime.sampling import SamplingParams
-from runtime.session import Session
 from tests.parity.qwen_mtp import make_mtp_snapshot
-from tests.parity.row_checks import HalfRight, check_rows
+from tests.parity.row_checks import answer, check_half_right, check_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -25,14 +24,14 @@ CACHES = [
 ]
 
 
-def engines(make_config, model, files, **fixed):
-    """Yield a function: settings -> an open engine, on the GPU unless told otherwise; one at a time is open."""
+def engines(make_config, model, files):
+    """Yield a function: settings -> an open engine, on the GPU with drafts unless told otherwise; one at a time."""
     opened = []
 
     def open_engine(**settings) -> Engine:
         while opened:
             opened.pop().close()
-        config = make_config(model, **{"hw.device": "cuda", **fixed, **settings})
+        config = make_config(model, **{"hw.device": "cuda", **DRAFTS, **settings})
         opened.append(Engine.open(config, files))
         return opened[-1]
 
@@ -56,35 +55,32 @@ def test_rows_are_single_steps_and_rejected_ones_leave_no_trace(
     open_model, heldout_tokens, graphs, cache
 ):
     """Six attempts of five rows each: launched, captured, replayed."""
-    engine = open_model(**DRAFTS, **cache, **{"hw.graphs": graphs})
+    engine = open_model(**cache, **{"hw.graphs": graphs})
     for start in (21, 130):  # DeepSeek's windows are full behind the second
         check_rows(engine.model, heldout_tokens[:160], start, 5)
     assert engine.model.is_settled(5)
 
 
+def check_answers(open_engine, cache, tokens, temperature):
+    """Answers with drafts, also half-right ones, against one without; return what the first made of its guesses."""
+    asked = tokens[:40], SamplingParams(temperature=temperature, seed=3, max_tokens=200)
+    wanted = answer(open_engine(**cache, **{"drafts.enabled": False}), *asked)
+    engine = open_engine(**cache)
+    assert answer(engine, *asked) == wanted
+    report = engine.drafting.report()
+    check_half_right(engine, wanted, *asked)
+    return report
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 def test_answers_are_those_without_drafts(open_model, heldout_tokens, temperature, cache):
-    prompt = heldout_tokens[:40]
-    params = SamplingParams(temperature=temperature, seed=3, max_tokens=200)
-
-    def answer(engine):
-        return [piece.token for piece in Session(engine).generate(prompt, params)]
-
-    wanted = answer(open_model(**cache))
-    engine = open_model(**DRAFTS, **cache)
-    looked_up = answer(engine)
-    assert looked_up == wanted
-    engine.drafting._source = HalfRight(wanted, len(prompt))
-    before = engine.drafting.report()
-    assert answer(engine) == wanted
-    report = engine.drafting.report()
-    accepted, proposed = (report[key] - before[key] for key in ("accepted", "proposed"))
-    assert 0 < accepted < proposed
+    report = check_answers(open_model, cache, heldout_tokens, temperature)
+    assert report["source"] == "lookup"
 
 
 def test_each_expert_is_asked_for_once_a_pass(open_model, heldout_tokens):
-    engine = open_model(**DRAFTS, **CACHES[0])
+    engine = open_model(**CACHES[0])
     state = engine.new_state()
     engine.model.prefill(heldout_tokens[:21], state)
     before = engine.counters().experts
@@ -97,7 +93,7 @@ def test_each_expert_is_asked_for_once_a_pass(open_model, heldout_tokens):
 @pytest.mark.parametrize("open_model", ["tiny_deepseek"], indirect=True)
 def test_heads_of_deepseek_are_refused(open_model):
     with pytest.raises(UserError, match="of this family are computed on the CPU only"):
-        open_model(**DRAFTS, **{"drafts.source": "heads"})
+        open_model(**{"drafts.source": "heads"})
 
 
 # ---- a draft head (Qwen's), of random weights ------------------------------------------------------------------------
@@ -112,7 +108,7 @@ def mtp_files(tiny_files, tiny_qwen, tmp_path_factory):
 
 @pytest.fixture
 def open_mtp(make_config, mtp_files):
-    yield from engines(make_config, "tiny", mtp_files, **DRAFTS)
+    yield from engines(make_config, "tiny", mtp_files)
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -164,18 +160,6 @@ def test_guesses_are_those_of_a_cpu(open_mtp, heldout_tokens, known):
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 def test_answers_with_a_head_are_those_without(open_mtp, heldout_tokens, temperature, cache):
-    prompt = heldout_tokens[:40]
-    params = SamplingParams(temperature=temperature, seed=3, max_tokens=100)
-
-    def answer(engine):
-        return [piece.token for piece in Session(engine).generate(prompt, params)]
-
-    wanted = answer(open_mtp(**cache, **{"drafts.enabled": False}))
-    engine = open_mtp(**cache)
-    assert answer(engine) == wanted
-    before = engine.drafting.report()
-    assert before["source"] == "heads"
-    assert before["proposed"] > 0
-    engine.drafting._source = HalfRight(wanted, len(prompt))
-    assert answer(engine) == wanted
-    assert engine.drafting.report()["accepted"] > before["accepted"] + 20
+    report = check_answers(open_mtp, cache, heldout_tokens, temperature)
+    assert report["source"] == "heads"
+    assert report["proposed"] > 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from runtime.session import Session
+
 
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -29,6 +31,21 @@ def check_rows(model, tokens, start, rows):
     model.attempt(right, state)
     assert torch.equal(model.decode(after, state), model.decode(after, plain))
     assert same(state.tensors(), plain.tensors())
+
+
+def answer(engine, prompt, params):
+    """Return the tokens of an answer in a conversation of its own."""
+    return [piece.token for piece in Session(engine).generate(prompt, params)]
+
+
+def check_half_right(engine, wanted, prompt, params):
+    """The answer with guesses of which every third is wrong is `wanted`, and some of them are of use."""
+    engine.drafting._source, before = HalfRight(wanted, len(prompt)), engine.drafting.report()
+    assert answer(engine, prompt, params) == wanted
+    report = engine.drafting.report()
+    accepted, proposed = (report[key] - before[key] for key in ("accepted", "proposed"))
+    assert 5 < accepted < proposed
+    assert report["passes"] - before["passes"] < len(wanted)
 
 
 class HalfRight:

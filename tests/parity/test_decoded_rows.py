@@ -19,9 +19,8 @@ from runtime.models.decoded_rows import DecodedRows
 from runtime.models.deepseek_decode import Decoder as DeepseekDecoder
 from runtime.models.qwen_decode import Decoder
 from runtime.sampling import SamplingParams
-from runtime.session import Session
 from tests.parity import deepseek_golden as golden
-from tests.parity.row_checks import HalfRight, check_rows, same
+from tests.parity.row_checks import HalfRight, answer, check_half_right, check_rows, same
 from tests.parity.test_deepseek_decoder import Offsets, packed_model
 
 DRAFTS = {"drafts.enabled": True, "drafts.source": "lookup"}
@@ -132,19 +131,10 @@ def test_a_read_that_fails_ends_the_pass_and_the_next_conversation_goes_on(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_answers_are_those_without_drafts(open_model, heldout_tokens, temperature):
-    prompt = heldout_tokens[:40]
-    params = SamplingParams(temperature=temperature, seed=3, max_tokens=40)
-
-    def answer(engine):
-        return [piece.token for piece in Session(engine).generate(prompt, params)]
-
-    wanted = answer(open_model()[1])
+    asked = heldout_tokens[:40], SamplingParams(temperature=temperature, seed=3, max_tokens=40)
+    wanted = answer(open_model()[1], *asked)
     engine = open_model(**DRAFTS, **{"drafts.gate": False})[1]
-    engine.drafting._source = HalfRight(wanted, len(prompt))
-    assert answer(engine) == wanted
-    report = engine.drafting.report()
-    assert 0 < report["accepted"] < report["proposed"]
-    assert report["passes"] < len(wanted)
+    check_half_right(engine, wanted, *asked)
 
 
 def test_the_gate_learns_from_no_pass_that_captures(open_model, heldout_tokens):
@@ -155,11 +145,7 @@ def test_the_gate_learns_from_no_pass_that_captures(open_model, heldout_tokens):
     record = drafting._gate.record
     drafting._gate.record = lambda *seen: recorded.append(seen) or record(*seen)
     drafting._is_settled = lambda count: settled.append(model.is_settled(count)) or settled[-1]
-    list(
-        Session(engine).generate(
-            heldout_tokens[:40], SamplingParams(temperature=0.0, max_tokens=40)
-        )
-    )
+    answer(engine, heldout_tokens[:40], SamplingParams(temperature=0.0, max_tokens=40))
     assert not settled[0]
     assert len(recorded) == sum(settled)
     assert drafting.passes == len(settled)

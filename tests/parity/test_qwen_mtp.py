@@ -20,7 +20,7 @@ from runtime.models.qwen_drafts import MTP_DEPTH, Mtp, MtpLayout, MtpNbytes, mtp
 from runtime.sampling import SamplingParams
 from runtime.session import Session
 from tests.parity.qwen_mtp import SHARD, make_mtp_snapshot
-from tests.parity.row_checks import HalfRight, check_rows, same
+from tests.parity.row_checks import answer, check_half_right, check_rows, same
 from tests.parity.test_decoded_rows import with_rows
 
 
@@ -219,20 +219,17 @@ def test_heads_and_decoders_go_back_together(decoded, heldout_tokens, start):
 def test_answers_with_decoders_are_those_without_drafts(
     decoded, open_tiny, heldout_tokens, temperature
 ):
-    params = SamplingParams(temperature=temperature, seed=3, max_tokens=30)
-    told = []
-    for engine in (open_tiny(), decoded):
-        pieces = Session(engine).generate(heldout_tokens[:40], params)
-        told.append([piece.token for piece in pieces])
-    before = decoded.drafting.report()
-    assert before["source"] == "heads"
-    assert before["proposed"] > 0
-    heads, decoded.drafting._source = decoded.drafting._source, HalfRight(told[0], 40)
-    session = Session(decoded)
-    told.append([piece.token for piece in session.generate(heldout_tokens[:40], params)])
-    decoded.drafting._source = heads
-    assert told[0] == told[1] == told[2]
-    assert decoded.drafting.report()["accepted"] - before["accepted"] > 5
+    asked = heldout_tokens[:40], SamplingParams(temperature=temperature, seed=3, max_tokens=30)
+    wanted = answer(open_tiny(), *asked)
+    heads, before = decoded.drafting._source, decoded.drafting.report()
+    assert answer(decoded, *asked) == wanted
+    report = decoded.drafting.report()
+    assert (report["source"], heads) == ("heads", decoded.model)
+    assert report["proposed"] > before["proposed"]
+    try:
+        check_half_right(decoded, wanted, *asked)
+    finally:
+        decoded.drafting._source = heads
 
 
 def test_all_of_the_head_is_where_the_model_computes(headed, checkpoint, monkeypatch):
