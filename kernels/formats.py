@@ -179,6 +179,9 @@ def fp8_tiles_dequantize(values: Tensor, scales: Tensor, tile: int) -> Tensor:
     [N, K] fp32.
     """
     rows, columns = values.shape
+    if rows % tile == columns % tile == 0:  # nothing but the product is written
+        tiles = values.float().view(rows // tile, tile, columns // tile, tile)
+        return tiles.mul_(scales[:, None, :, None]).view(rows, columns)
     steps = scales.repeat_interleave(tile, 0)[:rows].repeat_interleave(tile, 1)[:, :columns]
     return values.float() * steps
 

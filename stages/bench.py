@@ -24,6 +24,7 @@ from runtime.errors import UserError
 from runtime.sampling import Sampler, SamplingParams
 from runtime.stats import Rates, RunSummary, TokenStats, summarize
 from runtime.text import TextCodec
+from stages.bench_acceptance import KnownAnswer
 from stages.bench_report import Bench, Drafted, Repeat, document, draw, format_report
 from stages.bench_together import decode_together
 from stages.files import write_atomically
@@ -79,6 +80,10 @@ def measure(engine: Engine, config: BenchConfig) -> Bench:
     repeats: list[Repeat] = []
     plain: list[Repeat] = []  # without drafts, where the others have some
     is_drafting = engine.drafting is not None
+    known = None
+    if engine.drafting is not None and config.acceptance is not None:
+        vocab_size = engine.codec.vocab_size
+        known = KnownAnswer(engine.drafting, config.acceptance, vocab_size, config.seed)
     energy = GpuEnergy.open()
     with Progress("bench: tokens", (1 + is_drafting) * config.repeats * num_steps) as bar:
         for number in range(config.repeats):
@@ -88,6 +93,8 @@ def measure(engine: Engine, config: BenchConfig) -> Bench:
             # in turn, and each first as often: what else the machine does, and who warms what, meets both alike
             variants = [True, False] if is_drafting else [False]
             for has_drafts in variants if number % 2 else variants[::-1]:
+                if has_drafts and known is not None:  # the first repeat without drafts came first
+                    known.start(prompt, plain[0].token_ids)
                 done = _repeat(engine, config, prompt, around, bar, energy, has_drafts)
                 (repeats if has_drafts == is_drafting else plain).append(done)
     joules = [repeat.joules for repeat in repeats if repeat.joules is not None]

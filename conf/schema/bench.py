@@ -16,6 +16,8 @@ class BenchConfig:
     prompt_length: int = 64  # tokens, read before decoding
     is_cold: bool = False  # empty the expert cache before each repeat, and count the warm-up in
     seed: int = 0  # of the prompt's tokens, or of generated routes
+    # share of guesses that are right, 0 to 1: the answer's own tokens stand in for what drafts.source says; null: they do not
+    acceptance: float | None = None
     plot: bool = True
 
 
@@ -51,6 +53,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "bench.warmup_tokens": (0, 2**20),
     "bench.repeats": (1, 1000),
     "bench.prompt_length": (1, 2**20),
+    "bench.acceptance": (0, 1),
     "verify.documents": (1, 1e6),
     "verify.control_documents": (1, 1e6),
     "doctor.each_s": (0.01, 3),

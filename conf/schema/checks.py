@@ -106,6 +106,8 @@ def _family_faults(run: RunConfig) -> Iterable[str]:
 
 def _drafts_faults(run: RunConfig) -> Iterable[str]:
     if not run.drafts.enabled:
+        if run.bench.acceptance is not None and "bench" in run.stages:
+            yield "bench.acceptance says how many guesses are right, and nobody guesses: add drafts.enabled=true"
         return
     if run.record:
         yield "record=true writes what single tokens ask for: leave out drafts.enabled, or record"

@@ -79,7 +79,7 @@ class Drafting:
         gate: chooses the depth of each pass; None: always `depth`.  is_settled: whether a pass of so many rows takes as
         long as those after it, so that the gate may learn from it; None: all do.
         """
-        self._model, self._source, self.source_name, self.depth = model, source, source_name, depth
+        self._model, self.source, self.source_name, self.depth = model, source, source_name, depth
         self._read_nbytes, self._gate, self._clock_ns = read_nbytes, gate, clock_ns
         self._is_settled = is_settled
         self.proposed = self.accepted = self.passes = 0
@@ -100,7 +100,7 @@ class Drafting:
         started, before = self._clock_ns(), self._read_nbytes()
         wanted = self.depth if self._gate is None else self._gate.choose()
         wanted = min(wanted, limit - 1)
-        guesses = self._source.propose(tokens, token, state, wanted) if wanted > 0 else []
+        guesses = self.source.propose(tokens, token, state, wanted) if wanted > 0 else []
         is_settled = self._is_settled is None or self._is_settled(1 + len(guesses))
         if not guesses:
             logits = self._model.decode(token, state)

@@ -302,5 +302,7 @@ def with_mtp(
     rows = _kept_rows(spec, config.drafts, layout.record_nbytes)
     reader = DirectReader(layout.files, config.hw.drive, record_nbytes=layout.record_nbytes)
     experts = ExpertStreamer(layout, reader, rows, 1, 0)
+    if model.device.type == "cuda":
+        experts.pin()  # what the link copies out of other memory goes through a buffer first
     tapped = cast("TappedModel", model)  # whose attempts have taps
     return HeadedModel(tapped, Mtp(model, weights, layout, experts), experts)

@@ -49,7 +49,7 @@ def layout_of(spec: QwenSpec) -> Any:
 class InRam:
     """Records of random numbers, as an expert source gives those that it has."""
 
-    def __init__(self, layout: Any) -> None:
+    def __init__(self, layout: Any, is_pinned: bool) -> None:
         random = torch.Generator().manual_seed(1)
         self.records = torch.empty(EXPERTS, layout.record_nbytes, dtype=torch.uint8)
         for record in self.records:
@@ -57,6 +57,8 @@ class InRam:
                 dtype = torch.float8_e4m3fn if part.dtype == "F8_E4M3" else torch.bfloat16
                 values = torch.rand(part.shape, generator=random).sub_(0.5).mul_(0.1).to(dtype)
                 record[part.offset : part.offset + part.nbytes] = values.view(torch.uint8).flatten()
+        if is_pinned:
+            self.records = self.records.pin_memory()
 
     def fetch(self, layer: int, ids: Any, guesses: Any = ()) -> Any:
         return ((expert, self.records[expert % EXPERTS]) for expert in ids)
@@ -81,7 +83,7 @@ def main() -> None:
     weights = {name: made(*shape) for name, shape in spec.mtp_shapes().items()}
     model = SimpleNamespace(spec=spec, device=device, embedding=embedding, head=head)
     layout = layout_of(spec)
-    experts = cast("Any", InRam(layout))
+    experts = cast("Any", InRam(layout, device.type == "cuda"))
     mtp = Mtp(cast("Any", model), weights, cast("MtpLayout", layout), experts)
     state = mtp.new_state()
     mtp.seed(list(range(TOKENS)), made(TOKENS, spec.streams, spec.hidden), state)

@@ -138,6 +138,21 @@ def test_drafts_are_measured_beside_decoding_without_them(outputs, tmp_path):
     assert plain["drafted"] is None
 
 
+@pytest.mark.parametrize("acceptance", [0, 0.6, 1])
+def test_guesses_of_a_chosen_acceptance(outputs, tmp_path, capsys, acceptance):
+    words = ("drafts.enabled=true", "drafts.depth=3", "drafts.gate=false", "bench.tokens=20")
+    found = measured(outputs, tmp_path, *words, f"bench.acceptance={acceptance}")
+    assert found["is_repeatable"]
+    first, second = found["repeats"]
+    assert [t["num_tokens"] for t in first["tokens"]] == [t["num_tokens"] for t in second["tokens"]]
+    accepted, passes = found["drafted"]["accepted"], found["drafted"]["passes"]
+    # a pass gives four tokens at most: 2 of the warm-up are one pass, 20 are five
+    least, most = {0: (0, 0), 0.6: (8, 28), 1: (32, 32)}[acceptance]
+    assert least <= accepted <= most
+    assert passes + accepted == 2 * 22
+    assert f"drafts (the answer, {acceptance:.0%} right)" in capsys.readouterr().out
+
+
 def test_conversations_decoded_together(outputs, tmp_path, capsys):
     """Each decodes what it decodes alone; the table counts all their tokens."""
     alone = [

@@ -40,7 +40,7 @@ def answer(engine, prompt, params):
 
 def check_half_right(engine, wanted, prompt, params):
     """The answer with guesses of which every third is wrong is `wanted`, and some of them are of use."""
-    engine.drafting._source, before = HalfRight(wanted, len(prompt)), engine.drafting.report()
+    engine.drafting.source, before = HalfRight(wanted, len(prompt)), engine.drafting.report()
     assert answer(engine, prompt, params) == wanted
     report = engine.drafting.report()
     accepted, proposed = (report[key] - before[key] for key in ("accepted", "proposed"))

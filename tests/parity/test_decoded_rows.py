@@ -141,7 +141,7 @@ def test_the_gate_learns_from_no_pass_that_captures(open_model, heldout_tokens):
     """The first two steps of a decoder compile and capture: they say nothing of those that follow."""
     model, engine = open_model(**DRAFTS, **{"drafts.depth": 2})
     drafting, settled, recorded = engine.drafting, [], []
-    drafting._source = HalfRight([5] * 200, 0)
+    drafting.source = HalfRight([5] * 200, 0)
     record = drafting._gate.record
     drafting._gate.record = lambda *seen: recorded.append(seen) or record(*seen)
     drafting._is_settled = lambda count: settled.append(model.is_settled(count)) or settled[-1]

@@ -221,7 +221,7 @@ def test_answers_with_decoders_are_those_without_drafts(
 ):
     asked = heldout_tokens[:40], SamplingParams(temperature=temperature, seed=3, max_tokens=30)
     wanted = answer(open_tiny(), *asked)
-    heads, before = decoded.drafting._source, decoded.drafting.report()
+    heads, before = decoded.drafting.source, decoded.drafting.report()
     assert answer(decoded, *asked) == wanted
     report = decoded.drafting.report()
     assert (report["source"], heads) == ("heads", decoded.model)
@@ -229,7 +229,7 @@ def test_answers_with_decoders_are_those_without_drafts(
     try:
         check_half_right(decoded, wanted, *asked)
     finally:
-        decoded.drafting._source = heads
+        decoded.drafting.source = heads
 
 
 def test_all_of_the_head_is_where_the_model_computes(headed, checkpoint, monkeypatch):

@@ -343,6 +343,8 @@ def test_several_faults_are_listed_together():
     [
         (["drafts.ngrams=[]"], "drafts.ngrams are numbers of tokens, 1 to 64 each"),
         (["drafts.ngrams=[3,0]"], "drafts.ngrams are numbers of tokens, 1 to 64 each"),
+        (["stages=[bench]", "bench.acceptance=0.7"], "nobody guesses: add drafts.enabled=true"),
+        (["drafts.enabled=true", "bench.acceptance=7"], "bench.acceptance must be at most 1, got 7"),
         (["drafts.enabled=true", "record=true"], "record=true writes what single tokens ask for"),
         (["drafts.enabled=true", "stages=[simulate]"], "stages=[simulate] knows no drafts"),
         (["drafts.enabled=true", "deepseek.arithmetic=reference"], "are of deepseek.arithmetic=native"),

@@ -8,6 +8,7 @@ import torch
 from kernels.formats import (
     fp8_rows_dequantize,
     fp8_rows_quantize,
+    fp8_tiles_dequantize,
     nvfp4_dequantize,
     nvfp4_quantize,
     nvfp4_values,
@@ -107,6 +108,20 @@ def test_nvfp4_edges():
     assert torch.equal(nvfp4_dequantize(codes, scales, global_scale), torch.zeros(2, 16))
     with pytest.raises(ValueError, match="24"):
         nvfp4_quantize(torch.zeros(2, 24))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(256, 384), (128, 128), (200, 384), (256, 130), (7, 5)]
+)
+def test_fp8_tiles_share_a_scale(rows, columns):
+    codes = torch.randint(0, 127, (rows, columns), generator=torch.Generator().manual_seed(rows))
+    scales = torch.rand(-(-rows // 128), -(-columns // 128)) + 0.5
+    values = codes.to(torch.uint8).view(torch.float8_e4m3fn)
+    kept = values.view(torch.uint8).clone()
+    found = fp8_tiles_dequantize(values, scales, 128)
+    places = torch.arange(rows).unsqueeze(1) // 128, torch.arange(columns) // 128
+    assert torch.equal(found, E4M3[codes].float() * scales[places])
+    assert torch.equal(values.view(torch.uint8), kept)
 
 
 def test_fp8_rows():
