@@ -16,7 +16,7 @@ class BenchConfig:
     prompt_length: int = 64  # tokens, read before decoding
     is_cold: bool = False  # empty the expert cache before each repeat, and count the warm-up in
     seed: int = 0  # of the prompt's tokens, or of generated routes
-    # share of guesses that are right, 0 to 1: the answer's own tokens stand in for what drafts.source says; null: they do not
+    # of guesses, 0 to 1: as if so many were right, whoever guesses (the answer's own tokens are); null: what they are
     acceptance: float | None = None
     plot: bool = True
 
