@@ -8,7 +8,8 @@ order, from the same bytes: company cannot change its numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain, zip_longest
@@ -109,7 +110,9 @@ class SharedReads(InFront):
         ids = list(take_turns(ask.ids for ask in asks.values()))
         guesses = take_turns(ask.guesses for ask in asks.values())
         missing = {c: set(ask.ids) for c, ask in asks.items()}
-        waves, is_first = self.source.waves(layer, ids, guesses), True
+        counts = Counter(chain.from_iterable(missing.values()))
+        several = {expert for expert, count in counts.items() if count > 1}
+        waves, is_first = self._open(layer, ids, guesses, several), True
         while True:
             try:
                 wave = next(waves, None)
@@ -130,11 +133,23 @@ class SharedReads(InFront):
         for conversation in missing:
             conversation.go_on()
 
+    def _open(
+        self, layer: int, ids: Sequence[int], guesses: Iterable[int], several: Collection[int]
+    ) -> Iterator[Wave]:
+        """Ask the source.  several: experts that more than one conversation wants; in RAM that is all the same."""
+        del several
+        return self.source.waves(layer, ids, guesses)
+
 
 class SharedSlots(SharedReads):
-    """The same before a VRAM tier."""
+    """The same before a VRAM tier, which several conversations' experts reach over the link once."""
 
     source: BatchedSource
+
+    def _open(
+        self, layer: int, ids: Sequence[int], guesses: Iterable[int], several: Collection[int]
+    ) -> Iterator[Wave]:
+        return self.source.waves(layer, ids, guesses, several)
 
     def batches(self, layer: int, ids: Sequence[int]) -> Iterator[Wave]:
         return self.source.batches(layer, ids)

@@ -11,7 +11,7 @@ conversation's: copies follow its launches on the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -49,7 +49,16 @@ def passing_slots(early_copies: int, record_nbytes: int = 1, copied_route: int =
 
 @runtime_checkable
 class BatchedSource(ExpertSource, Protocol):
-    """A source that brings the experts of a prompt to VRAM."""
+    """A source that brings experts to VRAM: those of a prompt, and those that several tokens ask for at once."""
+
+    def waves(
+        self,
+        layer: int,
+        ids: Sequence[int],
+        guesses: Iterable[int] = (),
+        several: Collection[int] = (),
+    ) -> Iterator[Wave]:
+        """As `ExpertSource.waves`.  several: those of `ids` that are read more than once, each from a slot."""
 
     def batches(self, layer: int, ids: Sequence[int]) -> Iterator[Wave]: ...
 
@@ -105,11 +114,18 @@ class SlotExperts(InFront):
 
     # ---- decode -----------------------------------------------------------------------------------------------
 
-    def waves(self, layer: int, ids: Sequence[int], guesses: Iterable[int] = ()) -> Iterator[Wave]:
+    def waves(
+        self,
+        layer: int,
+        ids: Sequence[int],
+        guesses: Iterable[int] = (),
+        several: Collection[int] = (),
+    ) -> Iterator[Wave]:
         """Yield a layer's experts in lists, as `ExpertSource.waves`; each is launched before the next is asked for.
 
-        What is launched after a list was yielded runs when its records are there. Experts that the CPU computes are in
-        no list: when the lists are through, `share` has their rows.
+        several: those of `ids` that more than one token reads; they cross the link once, into slots. What is launched
+        after a list was yielded runs when its records are there. Experts that the CPU computes are in no list: when the
+        lists are through, `share` has their rows.
         """
         # what stands before the first wave keeps the GPU waiting
         guesses = as_list(guesses)  # gone through more than once
@@ -131,9 +147,8 @@ class SlotExperts(InFront):
         copied: list[tuple[Wave, Any]] = []
         later: Wave = []  # no slot is free for them yet
         if in_ram:
-            copied, in_ram = self._copy(layer, in_ram)
-        if not self._reads_in_place:
-            in_ram, later = [], in_ram
+            copied, in_ram = self._copy(layer, in_ram, several)
+            in_ram, later = self._split(in_ram, several)
         in_place_nbytes = len(in_ram) * self._nbytes
         over_link: Any = None  # behind all launches of this layer that read over the link
         if early_here and in_ram:  # these can be read while the early copies are on their way
@@ -155,17 +170,17 @@ class SlotExperts(InFront):
         self.counters.vram_hits += len(here)
         self.counters.copied_nbytes += in_place_nbytes
         yield from self._when_copied(copied)
-        yield from self._in_turn(layer, later)
+        yield from self._in_turn(layer, later, several)
         if on_cpu:
             arrivals = chain([next(arrivals, [])], arrivals)  # guesses are asked for before
             self._compute(layer, ids, on_cpu)
         for wave in filter(None, arrivals):
-            if not self._reads_in_place:
-                yield from self._in_turn(layer, wave)
-                continue
-            self.counters.copied_nbytes += len(wave) * self._nbytes
-            yield wave
-            over_link = None
+            in_place, through_slots = self._split(wave, several)
+            if in_place:
+                self.counters.copied_nbytes += len(in_place) * self._nbytes
+                yield in_place
+                over_link = None
+            yield from self._in_turn(layer, through_slots, several)
         found = self._ahead(layer + 1, guesses, num_ahead - at_once)
         if found:  # required before speculative
             self.copier.follow(self.copier.launched() if over_link is None else over_link)
@@ -234,23 +249,38 @@ class SlotExperts(InFront):
             if self._kept.slot_of(first + e) is None and self._passing.row_of(first + e) is None
         )
 
-    def _in_turn(self, layer: int, records: Wave) -> Iterator[Wave]:
+    def _split(self, records: Wave, several: Collection[int]) -> tuple[Wave, Wave]:
+        """Return the records that are read where they are, and those that are copied first, slot or no slot free."""
+        if not self._reads_in_place:
+            return [], records
+        if not several:
+            return records, []
+        return (
+            [item for item in records if item[0] not in several],
+            [item for item in records if item[0] in several],
+        )
+
+    def _in_turn(self, layer: int, records: Wave, several: Collection[int]) -> Iterator[Wave]:
         """Yield records in slots. Where a route is longer than there are slots, those serve again."""
         while records:
-            launches, records = self._copy(layer, records)
+            launches, records = self._copy(layer, records, several)
             yield from self._when_copied(launches)
             if records:  # all slots are taken, and what they hold is launched
                 self._release()
                 self.copier.follow(self.copier.launched())
 
-    def _copy(self, layer: int, records: Wave) -> tuple[list[tuple[Wave, Any]], Wave]:
-        """Copy what is worth a slot; return what to launch behind which mark, and the records to read in place."""
+    def _copy(
+        self, layer: int, records: Wave, several: Collection[int]
+    ) -> tuple[list[tuple[Wave, Any]], Wave]:
+        """Copy what is worth a slot, while one is free; return what to launch behind which mark, and the others."""
         copied: Wave = []
         others: Wave = []
         launches: list[tuple[Wave, Any]] = []
         for expert, record in records:
             key = layer * KEY_STRIDE + expert
-            is_copied = not self._reads_in_place or self._kept.is_worth_keeping(key)
+            is_copied = (
+                not self._reads_in_place or expert in several or self._kept.is_worth_keeping(key)
+            )
             row = self._passing.admit(key) if is_copied else None
             if row is None:
                 others.append((expert, record))

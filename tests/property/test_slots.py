@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from runtime.errors import DeviceError
 from runtime.experts import slots
 from runtime.experts.cpu_share import CpuShare, fixed_counts
 from runtime.experts.paced import PacedCopier
+from runtime.experts.shared import Conversation, SharedSlots, share
 from runtime.experts.slots import BATCH_EXPERTS, KEY_STRIDE, SlotExperts, passing_slots
 from runtime.experts.source import one_by_one
 from runtime.stats import ExpertCounters
@@ -126,7 +128,7 @@ class Source:
         self.given_ahead: set[tuple[int, int]] = set()
         self.num_used = 0
 
-    record_nbytes, max_hold = NBYTES, 4
+    record_nbytes, max_hold, max_route = NBYTES, 4, EXPERTS
 
     def _give(self, layer: int, expert: int, lent: list[torch.Tensor]):
         record = content(layer, expert)
@@ -289,6 +291,55 @@ def test_a_route_longer_than_the_slots_goes_through_them_in_turn(early, kept, ba
             copied = length - counted.vram_hits + counted.early_issued
             assert counted.copied_nbytes == copied * NBYTES
     gpu.finish()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    early=st.integers(0, 2),
+    kept=st.integers(0, 2 * ROUTE),
+    batch=st.integers(2, 3),
+    in_place=st.booleans(),
+    count=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+)
+def test_what_several_conversations_want_crosses_the_link_once(
+    early, kept, batch, in_place, count, seed
+):
+    rng = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots, "BATCH_EXPERTS", batch)
+        gpu = Gpu(passing_slots(early, NBYTES, 0 if in_place else ROUTE) + kept, rng)
+        experts = SlotExperts(Source(rng), gpu, LAYERS, ROUTE, early, in_place)
+    shared = share(experts)
+    assert isinstance(shared, SharedSlots)
+    in_place_reads: list[tuple[int, int]] = []
+
+    def decode(tokens: int) -> None:
+        for layer in list(range(LAYERS)) * tokens:
+            gpu.finish_compute()  # the host waits for the route
+            route = rng.sample(range(EXPERTS), ROUTE)
+            seen = []
+            for wave in shared.waves(layer, route, rng.sample(range(EXPERTS), 6)):
+                in_place_reads.extend((layer, e) for e, record in wave if not gpu.is_slot(record))
+                gpu.launch(layer, wave)
+                seen += [expert for expert, _ in wave]
+                gpu.some()
+            assert sorted(seen) == sorted(route)
+
+    going = [Conversation(partial(decode, 3)) for _ in range(count)]
+    for conversation in going:
+        conversation.go_on()
+    while any(conversation.ask is not None for conversation in going):
+        before = experts.counters.copy()
+        in_place_reads.clear()
+        wanted = {e for c in going if c.ask is not None for e in c.ask.ids}
+        shared.serve(going)
+        assert len(in_place_reads) == len(set(in_place_reads)), "read twice over the link"
+        counted = experts.counters.since(before)
+        crossed = len(wanted) - counted.vram_hits + counted.early_issued
+        assert counted.copied_nbytes == crossed * NBYTES
+    gpu.finish()
+    assert in_place or not in_place_reads
 
 
 class Checking:
