@@ -13,7 +13,7 @@ import torch
 
 from runtime.drafts.opening import ROW_NBYTES
 from runtime.experts.reader import DirectReader, ReadError
-from runtime.experts.shared import share
+from runtime.experts.shared import SharedSlots, share
 from runtime.models import deepseek, qwen
 from runtime.models.decoded_rows import DecodedRows
 from runtime.models.deepseek_decode import Decoder as DeepseekDecoder
@@ -21,6 +21,7 @@ from runtime.models.qwen_decode import Decoder
 from runtime.sampling import SamplingParams
 from tests.parity import deepseek_golden as golden
 from tests.parity.row_checks import HalfRight, answer, check_half_right, check_rows, same
+from tests.parity.test_cpu_share import in_front
 from tests.parity.test_deepseek_decoder import Offsets, packed_model
 
 DRAFTS = {"drafts.enabled": True, "drafts.source": "lookup"}
@@ -96,6 +97,30 @@ def test_each_expert_is_asked_for_once_a_pass(open_model, heldout_tokens, monkey
     one_token = model.spec.num_layers * model.spec.top_k
     assert one_token < len(asked) == len(set(asked)) < ROWS * one_token
     assert engine.counters().experts.since(before).lookups == len(asked)
+
+
+@pytest.mark.parametrize(("kept", "ram_gib"), [(6, 0.0009), (0, 1.0)])
+def test_what_several_rows_want_goes_through_slots(open_tiny, heldout_tokens, kept, ram_gib):
+    """Slots for 16 on their way, and some that stay, before a small cache or all experts in RAM."""
+    engine = open_tiny(**{"cache.ram_gib": ram_gib, "prefetch.experts": 2})
+    model, spec = engine.model, engine.model.spec
+    nbytes = model.experts.record_nbytes
+    model.experts = in_front(model.experts, spec.num_layers, spec.top_k, nbytes, kept, early=2)
+
+    def decoder(**more):
+        return Decoder(model, CONTEXT, has_graphs=False, **more)
+
+    with_rows(model, decoder(), decoder, rows=3)
+    assert isinstance(model.experts, SharedSlots)
+    check_rows(model, heldout_tokens[:40], 1, 3)  # longer prompts would run interpreted kernels
+    state = model.new_state()
+    for token in heldout_tokens[:PROMPT]:
+        model.decode(token, state)
+    before = engine.counters().experts
+    model.attempt(heldout_tokens[PROMPT : PROMPT + 3], state)
+    found = engine.counters().experts.since(before)
+    assert found.copied_nbytes == (found.lookups - found.vram_hits + found.early_issued) * nbytes
+    assert found.lookups < 3 * spec.num_layers * spec.top_k
 
 
 def test_more_rows_than_decoders_are_refused_before_anything_is_fed(open_model, heldout_tokens):
