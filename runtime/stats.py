@@ -23,6 +23,7 @@ class ExpertCounters:
     late: int = 0
     misses: int = 0
     sweep_hits: int = 0
+    sweep_vram_hits: int = 0
     sweep_misses: int = 0
     guesses_issued: int = 0
     guesses_used: int = 0
@@ -42,6 +43,11 @@ class ExpertCounters:
     def lookups(self) -> int:
         """Experts that decoding asked for."""
         return self.hits + self.vram_hits + self.late + self.misses
+
+    @property
+    def sweep_lookups(self) -> int:
+        """Experts that prompts asked for."""
+        return self.sweep_hits + self.sweep_vram_hits + self.sweep_misses
 
     def copy(self) -> ExpertCounters:
         return ExpertCounters(**asdict(self))
@@ -154,8 +160,8 @@ def summarize(
     n = max(1, num_tokens)
     # the tokens of one pass share its time
     times = [t.total_ms / t.num_tokens for t in tokens for _ in range(t.num_tokens)]
-    found = total.hits + total.vram_hits + total.sweep_hits
-    asked = total.lookups + total.sweep_hits + total.sweep_misses
+    found = total.hits + total.vram_hits + total.sweep_hits + total.sweep_vram_hits
+    asked = total.lookups + total.sweep_lookups
     read_nbytes = sum(token.read_nbytes for token in tokens) / n
     floors_ms = {
         name: nbytes / (rate * GIB) * 1e3
@@ -206,8 +212,9 @@ def format_cpu(s: RunSummary) -> str:
 def format_summary(s: RunSummary) -> str:
     """Return the lines that `chat` prints after an answer."""
     c = s.counters
-    lookups = c.lookups + c.sweep_hits + c.sweep_misses  # of a pass over drafts, like a prompt's
-    in_vram = f" and VRAM ({c.vram_hits} of them)" if c.vram_hits else ""
+    lookups = c.lookups + c.sweep_lookups  # of a pass over drafts, like a prompt's
+    in_vram = c.vram_hits + c.sweep_vram_hits
+    and_vram = f" and VRAM ({in_vram} of them)" if in_vram else ""
     copied = f", {format_nbytes(s.copied_nbytes_per_token)} over PCIe" if c.copied_nbytes else ""
     device = f", the GPU {s.device_wait_ms_per_token:.2f} ms" if s.device_wait_ms_per_token else ""
     lines = [
@@ -215,7 +222,7 @@ def format_summary(s: RunSummary) -> str:
         f"p95 {s.inter_token_p95_ms:.1f} ms), first token after {s.ttft_ms:.0f} ms; "
         f"prompt {s.prompt_tokens} tokens ({s.cached_tokens} cached) at {s.prefill_tok_s:.0f} tok/s",
         f"{format_nbytes(s.read_nbytes_per_token)} read per token{copied}; "
-        f"experts in RAM{in_vram} {s.hit_rate:.1%} of {lookups} look-ups "
+        f"experts in RAM{and_vram} {s.hit_rate:.1%} of {lookups} look-ups "
         f"({c.misses + c.sweep_misses} missed, {c.late} on their way); guesses {c.guesses_issued} issued, "
         f"{c.guesses_used} used, {c.guesses_wasted} wasted, {c.guesses_cancelled} cancelled",
         f"waiting per token: experts {s.drive_wait_ms_per_token:.2f} ms, "

@@ -347,7 +347,7 @@ class SlotExperts(InFront):
         return min(self._batch_slots, self.source.max_hold)
 
     def batches(self, layer: int, ids: Sequence[int]) -> Iterator[Wave]:
-        """Yield each of `ids` once, in the order given, as lists of experts in slots.
+        """Yield each of `ids` once, in the order given, as lists of experts in slots; those that VRAM keeps are there.
 
         A list is launched before the next is asked for; what is launched then runs when its copies are done.
         """
@@ -360,7 +360,10 @@ class SlotExperts(InFront):
         self._make_passing()
         self.copier.follow(self.copier.launched())
         size = self.batch_experts
-        records = self.source.sweep(layer, ids, hold=size)
+        here = [self._kept.slot_of(layer * KEY_STRIDE + expert) for expert in ids]
+        absent = [expert for expert, slot in zip(ids, here, strict=True) if slot is None]
+        self.counters.sweep_vram_hits += len(ids) - len(absent)
+        records = self.source.sweep(layer, absent, hold=size)
         read: list[Any] = [None, None]  # marks behind the launches that read each half of the slots
         try:
             for number, start in enumerate(range(0, len(ids), size)):
@@ -368,13 +371,16 @@ class SlotExperts(InFront):
                 if read[half] is not None:
                     self.copier.follow(read[half])
                 wave = []
-                for place, expert in enumerate(ids[start : start + size]):
-                    found, record = next(records)
-                    assert found == expert
-                    slot = self._slot_of_row[half * self._batch_slots + place]
-                    self.copier.copy(slot, record)
+                rows = iter(self._slot_of_row[half * self._batch_slots :])
+                for expert, kept in zip(ids[start : start + size], here[start:], strict=False):
+                    slot = kept
+                    if slot is None:
+                        found, record = next(records)
+                        assert found == expert
+                        slot = next(rows)
+                        self.copier.copy(slot, record)
+                        self.counters.copied_nbytes += self._nbytes
                     wave.append((expert, self._slots[slot]))
-                self.counters.copied_nbytes += len(wave) * self._nbytes
                 mark = self.copier.mark()
                 self.copier.wait(mark)
                 yield wave

@@ -109,7 +109,7 @@ class _EngineCollector(Collector):
         c = found.experts
         tiers = {"vram": c.vram_hits, "ram": c.hits, "late": c.late, "disk": c.misses}
         yield self._counters("expert_lookups", "Experts that decoding asked for", "tier", tiers)
-        sweeps = {"ram": c.sweep_hits, "disk": c.sweep_misses}
+        sweeps = {"vram": c.sweep_vram_hits, "ram": c.sweep_hits, "disk": c.sweep_misses}
         yield self._counters("prompt_expert_lookups", "Experts of prompts", "tier", sweeps)
         for name, what, value in (
             ("expert_bytes_read", "Bytes of experts read from the drive", c.read_nbytes),

@@ -20,7 +20,7 @@ def pass_timings(stats: TokenStats) -> dict[str, Any]:
         "host_ms": round(stats.host_ms, 3),
         "drive_nbytes": stats.read_nbytes,
         "pcie_nbytes": c.copied_nbytes,
-        "vram_hits": c.vram_hits,
+        "vram_hits": c.vram_hits + c.sweep_vram_hits,
         "ram_hits": c.hits + c.sweep_hits,
         "late": c.late,
         "misses": c.misses + c.sweep_misses,

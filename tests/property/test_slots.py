@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from runtime.errors import DeviceError
 from runtime.experts import slots
 from runtime.experts.cpu_share import CpuShare, fixed_counts
+from runtime.experts.layout import ExpertKey
 from runtime.experts.paced import PacedCopier
 from runtime.experts.shared import Conversation, SharedSlots, share
 from runtime.experts.slots import BATCH_EXPERTS, KEY_STRIDE, SlotExperts, passing_slots
@@ -199,12 +200,16 @@ def test_every_launch_reads_the_right_bytes(early, kept, seed, in_place, is_pace
         """Run a layer of a prompt, whose route the host waits for; nobody waits for what is launched last."""
         gpu.finish_compute()
         ids = sorted(rng.sample(range(EXPERTS), rng.randrange(1, EXPERTS)))
-        seen = []
+        seen, absent = [], [e for e in ids if ExpertKey(layer, e) not in experts.kept_keys()]
+        start = experts.counters.copy()
         for wave in experts.batches(layer, ids):
             gpu.launch(layer, wave)
             seen += [expert for expert, _ in wave]
             gpu.some()
         assert seen == ids
+        counted = experts.counters.since(start)
+        assert counted.sweep_vram_hits == len(ids) - len(absent)
+        assert counted.copied_nbytes == len(absent) * NBYTES
 
     for step in plan:
         if step == "forget":
@@ -435,19 +440,26 @@ def test_slots_fewer_than_a_cycle_find_all_they_can(kept: int, early: int):
     assert sum(hits) <= kept + 2 * (LAYERS - 1) * bool(early) + len(experts._passing)
 
 
-def test_a_prompt_takes_no_slot_that_keeps_an_expert():
+def test_a_prompt_reads_what_vram_keeps_and_takes_none_of_its_slots():
     gpu = Gpu(passing_slots(2) + 6, random.Random(0))
-    experts = SlotExperts(Ready(random.Random(0)), gpu, LAYERS, ROUTE, early_copies=2)
+    source = Ready(random.Random(0))
+    experts = SlotExperts(source, gpu, LAYERS, ROUTE, early_copies=2)
     routes = [[1, 2, 3]] * LAYERS
     guesses = [[1, 2]] * (LAYERS - 1) + [[]]
     for _ in range(2):
         run_token(gpu, experts, routes, guesses)
     kept = experts._kept.in_order()
     assert len(kept) == 6
-    for wave in experts.batches(2, list(range(EXPERTS))):
-        gpu.launch(2, wave)
+    swept, layer = [], experts.kept_keys()[0].layer
+    sweep = source.sweep
+    source.sweep = lambda layer, ids, hold: swept.extend(ids) or sweep(layer, ids, hold)
+    for wave in experts.batches(layer, list(range(EXPERTS))):
+        gpu.launch(layer, wave)
     gpu.finish()
     assert experts._kept.in_order() == kept
+    here = {key.expert for key in experts.kept_keys() if key.layer == layer}
+    assert swept == [expert for expert in range(EXPERTS) if expert not in here], "read again"
+    assert here
     for key in kept:
         slot = experts._kept.slot_of(key)
         assert torch.equal(gpu.slots[slot], content(*divmod(key, KEY_STRIDE)))
