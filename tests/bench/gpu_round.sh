@@ -42,23 +42,26 @@ qwen() {
 }
 
 together() {
-  local model=(model=qwen_synthetic model.synthetic.experts=64 model.synthetic.skew=1) count
+  local model=(model=qwen_synthetic model.synthetic.experts=64 model.synthetic.skew=1 model.context_tokens=256)
+  local simulated=(cache.ram_gib=2 hw.drive.simulate_gib_s=8.2 hw.drive.direct=buffered) count
   for count in 1 2 4 8; do
-    bench "$count together" "${model[@]}" cache.vram_gib=0 cache.ram_gib=2 model.context_tokens=2048 \
-      hw.drive.simulate_gib_s=8.2 hw.drive.direct=buffered bench.repeats=2 serve.max_batch=$count
+    bench "$count together" "${model[@]}" "${simulated[@]}" cache.vram_gib=0 bench.repeats=2 serve.max_batch=$count
+    bench "$count together, all in RAM" "${model[@]}" cache.vram_gib=0 bench.repeats=2 serve.max_batch=$count
   done
 }
 
-drafts() { # each decodes the same tokens in turn without them; random weights fall into loops, which look-up finds
-  local qwen=(model=qwen_synthetic model.synthetic.experts=64 model.synthetic.skew=1 cache.vram_gib=0 cache.ram_gib=2)
-  local simulated=(hw.drive.simulate_gib_s=8.2 hw.drive.direct=buffered bench.repeats=2) depth
+drafts() { # each decodes the same tokens in turn without them
+  local qwen=(model=qwen_synthetic model.synthetic.experts=64 model.synthetic.skew=1 cache.vram_gib=0)
+  local simulated=(hw.drive.simulate_gib_s=8.2 hw.drive.direct=buffered) depth
+  local guesses=(drafts.enabled=true drafts.gate=false bench.repeats=2 bench.acceptance=0.8)
   for depth in 1 4; do
-    bench "Qwen, $depth guesses looked up" "${qwen[@]}" "${simulated[@]}" model.context_tokens=2048 drafts.enabled=true \
-      drafts.gate=false drafts.depth=$depth
+    bench "Qwen, $depth guesses" "${qwen[@]}" "${simulated[@]}" "${guesses[@]}" cache.ram_gib=2 \
+      model.context_tokens=2048 drafts.depth=$depth
   done
-  bench "DeepSeek, two guesses looked up" model=deepseek_synthetic model.synthetic.skew=1 model.synthetic.experts=16 \
-    cache.vram_gib=0 prefetch.copy=0 cache.ram_gib=6.3 bench.tokens=16 "${simulated[@]}" drafts.enabled=true \
-    drafts.gate=false drafts.depth=2
+  bench "Qwen, all in RAM, 4 guesses" "${qwen[@]}" "${guesses[@]}" prefetch.copy=4 model.context_tokens=2048 drafts.depth=4
+  bench "DeepSeek, two guesses" model=deepseek_synthetic model.synthetic.skew=1 model.synthetic.experts=16 \
+    cache.vram_gib=0 prefetch.copy=0 cache.ram_gib=6.3 bench.tokens=16 "${simulated[@]}" "${guesses[@]}" drafts.depth=2
+  PYTHONPATH=.:${PYTHONPATH:-} "$PYTHON" tests/bench/bench_mtp.py --device cuda
 }
 
 deepseek() {
