@@ -31,13 +31,13 @@ from runtime.budget import (
 from runtime.drafts.opening import drafts_on, most_rows, open_drafting
 from runtime.drafts.passes import Drafting
 from runtime.errors import ContextLengthError, UserError
+from runtime.experts.adaptive import cache_for
 from runtime.experts.checks import Checksums
 from runtime.experts.copies import Copier, CudaCopier
 from runtime.experts.cpu_share import Workers
 from runtime.experts.layer_slots import LayerSlots
 from runtime.experts.layout import ExpertKey, ExpertLayout
 from runtime.experts.paced import PacedCopier
-from runtime.experts.policies import cache_for
 from runtime.experts.resident import ResidentExperts
 from runtime.experts.routes import RouteHeader, RouteRecorder
 from runtime.experts.shared import SharedReads, share
@@ -326,7 +326,12 @@ class Engine:
                 ahead_rows,
                 checksums,
                 spares,
-                make_cache=cache_for(config.cache.policy, sizes.token_experts),
+                make_cache=cache_for(
+                    config.cache.policy,
+                    sizes.num_layers,
+                    sizes.token_experts,
+                    sizes.num_layers * sizes.num_experts,
+                ),
                 least_rows=sizes.top_k + ahead_rows,
                 limit_s=config.hw.token_limit_s if has_gpu else None,
             )

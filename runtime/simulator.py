@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from conf.schema import CachePolicy, Spread
+from runtime.experts.adaptive import cache_for
 from runtime.experts.cache import ExpertCache
 from runtime.experts.layout import ExpertKey, Span
 from runtime.experts.placement import place
-from runtime.experts.policies import BeladyCache, PerLayerCache, SlruCache, cache_for, uses_of
+from runtime.experts.policies import BeladyCache, PerLayerCache, SlruCache, uses_of
 from runtime.experts.routes import Kind, RouteHeader, RouteTrace, Step
 from runtime.experts.schedule import ReadJob, ReadQueue, cut_spans
 from runtime.experts.slots import SlotExperts, passing_slots
@@ -318,7 +319,9 @@ def cache_maker(policy: str, trace: RouteTrace) -> CacheMaker:
         return lambda rows: PerLayerCache(rows, header.num_layers, header.top_k)
     if policy == "slru":
         return SlruCache
-    return cache_for(CachePolicy(policy), header.num_layers * header.top_k)
+    layers = header.num_layers
+    step_experts = layers * header.top_k
+    return cache_for(CachePolicy(policy), layers, step_experts, layers * header.num_experts)
 
 
 def _keys(step: Step) -> list[ExpertKey]:

@@ -1,6 +1,6 @@
 """Other rules than LRU for who goes, and the optimum that no rule can beat. Numbers only.
 
-LRU and LFU may be chosen for decoding (`cache_for`); the others are for the simulator.
+LRU and LFU decode (`adaptive` has which of them); the others are for the simulator.
 
 Each is an `ExpertCache`: pins, reads in flight and wrong guesses mean the same, so that the same streamer runs on it.
 """
@@ -12,17 +12,15 @@ import math
 from abc import abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from conf.schema import CachePolicy
 from runtime.errors import UserError
 from runtime.experts.cache import ExpertCache
 from runtime.experts.layout import ExpertKey
 
 Key = TypeVar("Key", bound=Hashable)
 
-HALF_LIFE_STEPS = 4  # decoding steps after which a use counts half, in a cache that holds fewer
 STALE_RANKS = 8  # ranks kept for each row, most of which no longer hold
 PROTECTED_SHARE = 0.8  # of a segmented LRU's rows
 NEVER = math.inf
@@ -46,7 +44,7 @@ class _Noting(ExpertCache[Key]):
         return row
 
 
-class _Ranked(_Noting[Key]):
+class RankedCache(_Noting[Key]):
     """A cache whose victim has the lowest rank; ranks change only when their expert is used."""
 
     def __init__(self, num_rows: int) -> None:
@@ -96,7 +94,7 @@ class _Ranked(_Noting[Key]):
         return victim
 
 
-class LfuCache(_Ranked[Key]):
+class LfuCache(RankedCache[Key]):
     """Least frequently used first out. Uses of those that have gone are remembered."""
 
     def __init__(self, num_rows: int, half_life_uses: float | None = None) -> None:
@@ -114,29 +112,6 @@ class LfuCache(_Ranked[Key]):
         high, low = max(before, weight), min(before, weight)
         self._weight_of[key] = high + math.log2(1 + 2 ** (low - high))
         self._rank(key, self._weight_of[key])
-
-
-def chosen_policy(policy: CachePolicy, num_rows: int, step_experts: int) -> CachePolicy:
-    """Return what `auto` is: LRU, or LFU where the cache is smaller than what comes by between two uses.
-
-    step_experts: that a decoding step uses at most, of all conversations and layers. An LRU that is smaller finds
-    nothing at all where the same ones come by again and again.
-    """
-    if policy is not CachePolicy.auto:
-        return policy
-    return CachePolicy.lfu if num_rows < step_experts else CachePolicy.lru
-
-
-def cache_for(policy: CachePolicy, step_experts: int) -> Callable[[int], ExpertCache[ExpertKey]]:
-    """Return what makes a cache of a number of rows.  step_experts: as for `chosen_policy`."""
-
-    def make(num_rows: int) -> ExpertCache[ExpertKey]:
-        if chosen_policy(policy, num_rows, step_experts) is CachePolicy.lru:
-            return ExpertCache(num_rows)
-        is_small = num_rows < step_experts
-        return LfuCache(num_rows, HALF_LIFE_STEPS * step_experts if is_small else num_rows)
-
-    return make
 
 
 class SlruCache(_Noting[Key]):
@@ -221,7 +196,7 @@ class PerLayerCache(ExpertCache[ExpertKey]):
         del self._layers[key.layer][key]
 
 
-class BeladyCache(_Ranked[Key]):
+class BeladyCache(RankedCache[Key]):
     """Who is used again last goes first: no rule that must take in what was asked for finds more.
 
     Whoever drives it sets `position` to the number of the request that is served.

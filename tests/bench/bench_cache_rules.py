@@ -18,12 +18,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "e2e")]
 
-from conf.schema import CachePolicy
 from runtime.engine import Engine
 from runtime.experts import frequency, policies
+from runtime.experts.adaptive import AdaptiveCache
 from runtime.experts.cache import ExpertCache
 from runtime.experts.frequency import KeptExperts
-from runtime.experts.policies import LfuCache, SlruCache, cache_for, count_hits, most_hits
+from runtime.experts.layout import ExpertKey
+from runtime.experts.policies import LfuCache, SlruCache, count_hits, most_hits
 from runtime.experts.routes import Kind, RouteHeader, RouteTrace, read_routes
 from runtime.locality import PRESETS, Locality, generate
 from runtime.session import Session
@@ -33,32 +34,31 @@ MODELS = {
     "qwen": (RouteHeader("qwen", 48, 512, 10, 2_764_800), 5787, 243),
     "deepseek": (RouteHeader("deepseek", 40, 384, 6, 18_800_640), 851, 40),
 }
-Requests = list[list[int]]  # a layer's route each
+Requests = list[list[ExpertKey]]  # a layer's route each
 
 
 def requests_of(trace: RouteTrace) -> Requests:
-    stride = trace.header.num_experts
     return [
-        [step.layer * stride + expert for expert in step.experts]
+        [ExpertKey(step.layer, expert) for expert in step.experts]
         for step in trace.steps
         if step.kind is Kind.decode
     ]
 
 
-def lfu(half_life: float) -> Callable[[int], ExpertCache[int]]:
+def lfu(half_life: float) -> Callable[[int], ExpertCache[ExpertKey]]:
     """half_life: in numbers of rows."""
     return lambda rows: LfuCache(rows, half_life * rows)
 
 
-def slru(share: float) -> Callable[[int], ExpertCache[int]]:
-    def make(rows: int) -> ExpertCache[int]:
+def slru(share: float) -> Callable[[int], ExpertCache[ExpertKey]]:
+    def make(rows: int) -> ExpertCache[ExpertKey]:
         policies.PROTECTED_SHARE = share
         return SlruCache(rows)
 
     return make
 
 
-RULES: dict[str, Callable[[int], ExpertCache[int]]] = {
+RULES: dict[str, Callable[[int], ExpertCache[ExpertKey]]] = {
     "LRU": ExpertCache,
     "LFU, half after 1 cycle": lfu(1),
     "2": lfu(2),
@@ -68,11 +68,12 @@ RULES: dict[str, Callable[[int], ExpertCache[int]]] = {
 }
 
 
-def ram_row(name: str, requests: Requests, rows: int, step_experts: int) -> list[str]:
+def ram_row(name: str, requests: Requests, rows: int, layers: int, step_experts: int) -> list[str]:
     """step_experts: that a decoding step uses at most."""
     uses = sum(map(len, requests))
-    rules = [*RULES.values(), cache_for(CachePolicy.auto, step_experts)]
-    found = [count_hits(make(rows), requests) / uses for make in rules]
+    adaptive = AdaptiveCache(rows, layers, step_experts)
+    caches = [*(make(rows) for make in RULES.values()), adaptive]
+    found = [count_hits(cache, requests) / uses for cache in caches]
     return [
         name,
         str(rows),
@@ -92,10 +93,10 @@ def together(header: RouteHeader, locality: Locality, tokens: int, count: int) -
 def lru_of_layers(requests: Requests, header: RouteHeader, slots: int, first: int) -> int:
     """Hits of an LRU over as many of the first layers as it holds two routes of."""
     layers = slots // (2 * header.top_k)
-    cache: ExpertCache[int] = ExpertCache(max(1, slots))
+    cache: ExpertCache[ExpertKey] = ExpertCache(max(1, slots))
     hits = 0
     for number, route in enumerate(requests):
-        if route[0] // header.num_experts < layers:
+        if route[0].layer < layers:
             hits += count_hits(cache, [route]) * (number >= first)
     return hits
 
@@ -134,23 +135,41 @@ def main(paths: Sequence[str]) -> None:
                 requests += requests_of(generate(header, PRESETS[model], tokens, seed))
             name = f"{model}, {'one topic' if parts == 1 else f'a new one every {tokens} tokens'}"
             step = header.num_layers * header.top_k
-            ram.append(ram_row(name, requests, rows, step))
+            ram.append(ram_row(name, requests, rows, header.num_layers, step))
             vram.append(vram_row(name, requests, header, slots))
         for share in (8, 2):  # of what a token uses
             requests = requests_of(generate(header, PRESETS[model], 150))
-            ram.append(ram_row(f"{model}, 1/{share} of a token", requests, step // share, step))
+            ram.append(
+                ram_row(
+                    f"{model}, 1/{share} of a token",
+                    requests,
+                    step // share,
+                    header.num_layers,
+                    step,
+                )
+            )
         for count in (2, 4, 8):
             requests = together(header, PRESETS[model], 80, count)
-            ram.append(ram_row(f"{model}, {count} together", requests, rows, count * step))
+            ram.append(
+                ram_row(
+                    f"{model}, {count} together", requests, rows, header.num_layers, count * step
+                )
+            )
             small = f"{model}, {count} together, room for 1.5 tokens"
-            ram.append(ram_row(small, requests, 3 * step // 2, count * step))
+            ram.append(ram_row(small, requests, 3 * step // 2, header.num_layers, count * step))
     for path in paths:
         trace = read_routes(Path(path))
         header, requests = trace.header, requests_of(trace)
         experts = header.num_layers * header.num_experts
         step = header.num_layers * header.top_k
         ram += [
-            ram_row(f"{header.model}, 1/{share} of {experts}", requests, experts // share, step)
+            ram_row(
+                f"{header.model}, 1/{share} of {experts}",
+                requests,
+                experts // share,
+                header.num_layers,
+                step,
+            )
             for share in (8, 4, 2)
         ]
         vram += [

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from conf.schema import CachePolicy, DirectIo, DriveConfig
 from runtime.experts import checks
+from runtime.experts.adaptive import AdaptiveCache, cache_for
 from runtime.experts.cache import ExpertCache
 from runtime.experts.child_reader import ChildReader
 from runtime.experts.layout import ExpertKey, PackedLayout
-from runtime.experts.policies import LfuCache, cache_for
 from runtime.experts.reader import DirectReader
 from runtime.experts.streamer import ExpertStreamer
 from runtime.units import GIB, PAGE_NBYTES
@@ -93,7 +93,7 @@ def test_any_setting(
         cache_rows,
         sweep_rows,
         prefetch,
-        make_cache=cache_for(policy, layout.num_layers * TOP_K),
+        make_cache=cache_for(policy, layout.num_layers, layout.num_layers * TOP_K, EVERYTHING),
     )
     keys = [ExpertKey(i, e) for i in range(layout.num_layers) for e in range(layout.num_experts)]
     streamer.warm_up(random.Random(seed).sample(keys, num_warm), cache_rows - TOP_K)
@@ -138,8 +138,10 @@ def test_boundaries(open_tiny, heldout_tokens, wanted, ram_gib, cache_rows, pref
     assert torch.equal(run_script(engine.model, script, heldout_tokens), wanted[script])
 
 
-@pytest.mark.parametrize(("rows", "kind"), [(47, LfuCache), (48, ExpertCache)])
-def test_a_cache_smaller_than_a_token_keeps_what_is_used_most(open_tiny, rows, kind):
+@pytest.mark.parametrize(
+    ("rows", "kind"), [(47, AdaptiveCache), (48, AdaptiveCache), (384, ExpertCache)]
+)
+def test_a_cache_of_a_few_tokens_chooses_its_rule(open_tiny, rows, kind):
     engine = open_tiny(**{"cache.ram_gib": (rows + 0.5) * RECORD_GIB})
     assert engine.plan.cache_rows == rows
     assert type(engine._streamer.cache) is kind

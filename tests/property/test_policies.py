@@ -11,16 +11,15 @@ from hypothesis import strategies as st
 
 from conf.schema import CachePolicy
 from runtime.errors import UserError
+from runtime.experts.adaptive import HALF_LIVES_STEPS, cache_for
 from runtime.experts.cache import ExpertCache
 from runtime.experts.layout import ExpertKey
 from runtime.experts.policies import (
-    HALF_LIFE_STEPS,
     STALE_RANKS,
     BeladyCache,
     LfuCache,
     PerLayerCache,
     SlruCache,
-    cache_for,
     count_hits,
     most_hits,
     uses_of,
@@ -81,8 +80,8 @@ def test_lfu_by_counting(requests, num_rows, step_experts):
     """Against counts that are aged all at once, each time.  step_experts: None: of a cache by itself."""
     cache, half_life = LfuCache(num_rows), num_rows
     if step_experts is not None:
-        cache = cache_for(CachePolicy.lfu, step_experts)(num_rows)
-        half_life = num_rows if step_experts <= num_rows else HALF_LIFE_STEPS * step_experts
+        cache = cache_for(CachePolicy.lfu, 1, step_experts, 10)(num_rows)
+        half_life = num_rows if step_experts <= num_rows else HALF_LIVES_STEPS[0] * step_experts
     counts, here, uses, stamp = {}, [], 0, {}
     ageing = 2 ** (-1 / half_life)
 
@@ -114,14 +113,6 @@ def test_lfu_by_counting(requests, num_rows, step_experts):
     assert count_hits(cache, requests) == hits
 
 
-@pytest.mark.parametrize("num_rows", [47, 48])
-def test_auto_is_an_lru_that_holds_a_step_or_an_lfu(num_rows):
-    made = cache_for(CachePolicy.auto, 48)(num_rows)
-    assert type(made) is (LfuCache if num_rows < 48 else ExpertCache)
-    assert type(cache_for(CachePolicy.lru, 48)(num_rows)) is ExpertCache
-    assert type(cache_for(CachePolicy.lfu, 48)(num_rows)) is LfuCache
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rows", [12, 24, 40])
 def test_a_cache_smaller_than_a_token_keeps_what_comes_often(seed, rows):
@@ -129,7 +120,7 @@ def test_a_cache_smaller_than_a_token_keeps_what_comes_often(seed, rows):
     trace = generate(RouteHeader("made up", 8, 64, 6, 4096), PRESETS["qwen"], 120, seed)
     requests = [[ExpertKey(step.layer, expert) for expert in step.experts] for step in trace.steps]
     auto, lru = (
-        count_hits(cache_for(policy, 48)(rows), requests) / (48 * 120)
+        count_hits(cache_for(policy, 8, 48, 512)(rows), requests) / (48 * 120)
         for policy in (CachePolicy.auto, CachePolicy.lru)
     )
     assert lru < 0.01

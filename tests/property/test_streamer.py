@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from conf.schema import CachePolicy, DirectIo, DriveConfig
 from runtime.checkpoint import Extent
+from runtime.experts.adaptive import cache_for
 from runtime.experts.layout import ExpertKey, aligned_spans
-from runtime.experts.policies import cache_for
 from runtime.experts.reader import DirectReader, ReadError
 from runtime.experts.resident import ResidentExperts
 from runtime.experts.streamer import ExpertStreamer
@@ -101,7 +101,7 @@ class StreamerMachine(RuleBasedStateMachine):
             sweep_rows,
             prefetch,
             cache_rows - ROUTE,
-            make_cache=cache_for(policy, LAYERS * ROUTE),
+            make_cache=cache_for(policy, LAYERS, LAYERS * ROUTE, LAYERS * EXPERTS),
         )
         self.given, self.given_before = [], []  # by `ahead`: since the last call, and before it
         self.cache_rows = cache_rows

@@ -356,7 +356,7 @@ def test_a_measured_run_of_the_bundled_model(
     # about what two cores take; what matters is that the drive is slower
     machine = Machine(RATE, 50, depth=8, expert_ms=0.04, layer_ms=0.5)
     setting = Setting(rows, guesses, sweep_rows=sweep_rows)
-    stats = Simulation(trace.header, machine, setting).replay(trace)
+    stats = Simulation(trace.header, machine, setting, cache_maker("auto", trace)).replay(trace)
     found = ExpertCounters()
     for one in stats:
         found = found.plus(one.counters)
