@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 HALF_LIVES_STEPS = (4, 16)  # of LFU, beside one of as many uses as there are rows
 LARGE_STEPS = 8  # a cache of so many decoding steps is an LRU: the rules are within two points of each other there
-GHOST_ROWS = 64  # of a ghost, at least: its layers are as many as that takes
+GHOST_ROWS, GHOST_LAYERS = 64, 8  # of a ghost, at least
 MEMORY_STEPS = 32  # after which what a ghost found counts half
 LEAST_STEPS = 4  # that ghosts have seen before the first change
 MARGIN = 0.01  # of all uses: so much more must a rule find to take over
@@ -77,10 +77,12 @@ class AdaptiveCache(RankedCache[ExpertKey]):
         half_lives = (num_rows, short * step_experts, long * step_experts)
         names = ("a cycle", f"{short} steps", f"{long} steps")
         self.rules = ["LRU", *(f"LFU with a half-life of {name}" for name in names)]
-        # an LRU that is smaller than a step finds nothing where the same ones come by again and again
-        self.rule = 0 if num_rows >= step_experts else 2
+        # an LRU that is smaller than a step finds nothing: what is wanted again has just gone
+        self._first_rule = 0 if num_rows >= step_experts else 1
+        self.rule = 2 * self._first_rule
         self._counts = _Counts(half_lives)
-        stride = max(1, num_layers // math.ceil(num_layers * GHOST_ROWS / num_rows))
+        wanted = max(GHOST_LAYERS, math.ceil(num_layers * GHOST_ROWS / num_rows))
+        stride = max(1, num_layers // wanted)
         self._sample = frozenset(range(stride // 2, num_layers, stride))
         share = len(self._sample) / num_layers
         rows = max(1, int(num_rows * share))
@@ -90,21 +92,42 @@ class AdaptiveCache(RankedCache[ExpertKey]):
         ]
         self._found = [0.0] * len(self._ghosts)  # of late
         self._shown = 0.0  # as lately
+        self._found_here = (
+            0.0  # by the rule in force, in the sample, what guesses brought not counted
+        )
+        self._missed: set[ExpertKey] = set()  # of the sample: asked for, not admitted yet
+        self._guessed: set[ExpertKey] = set()  # of the sample: admitted, not asked for yet
         self._asked, self._step_experts, self._steps = 0, step_experts, 0
         self._fading = 2 ** (-1 / MEMORY_STEPS)
 
     def take(self, key: ExpertKey) -> int | None:
         self._asked += 1
-        if key.layer in self._sample:
-            self._show(key)
         if self._asked == self._step_experts:
             self._asked = 0
             self._judge()
-        return super().take(key)
+        row = super().take(key)
+        if key.layer in self._sample:
+            self._show(key, row is not None)
+        return row
 
-    def _show(self, key: ExpertKey) -> None:
+    def admit(self, key: ExpertKey) -> int | None:
+        row = super().admit(key)
+        if row is not None and key.layer in self._sample:
+            if key in self._missed:
+                self._missed.remove(key)
+            else:
+                self._guessed.add(key)
+        return row
+
+    def _show(self, key: ExpertKey, is_here: bool) -> None:
         """Let the ghosts look for an expert, and take it in."""
         self._shown += 1.0
+        if not is_here:
+            self._missed.add(key)
+        elif key in self._guessed:
+            self._guessed.remove(key)
+        else:
+            self._found_here += 1.0
         for i, ghost in enumerate(self._ghosts):
             if ghost.take(key) is not None:
                 self._found[i] += 1.0
@@ -116,16 +139,20 @@ class AdaptiveCache(RankedCache[ExpertKey]):
     def _judge(self) -> None:
         """Change to the rule that found most, if it is ahead by enough; about once a step."""
         self._steps += 1
-        best = max(range(len(self._found)), key=self._found.__getitem__)
-        ahead = self._found[best] - self._found[self.rule]
+        rules = range(self._first_rule, len(self._found))
+        best = max(rules, key=self._found.__getitem__)
+        # a small LRU that just holds a step finds less than a large one does
+        found = max(self._found[self.rule], self._found_here)
+        ahead = self._found[best] - found
         if self._steps >= LEAST_STEPS and ahead > MARGIN * self._shown:
             log.info(
                 "the expert cache evicts by %s now: of late that would have found %.1f %%, %s %.1f %%",
                 self.rules[best], 100 * self._found[best] / self._shown,
-                self.rules[self.rule], 100 * self._found[self.rule] / self._shown,
+                self.rules[self.rule], 100 * found / self._shown,
             )  # fmt: skip
             self._change_to(best)
         self._found = [found * self._fading for found in self._found]
+        self._found_here *= self._fading
         self._shown *= self._fading
 
     def _change_to(self, rule: int) -> None:
