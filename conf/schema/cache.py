@@ -9,7 +9,7 @@ from enum import Enum
 class CachePolicy(Enum):
     """Who leaves a full expert cache in RAM."""
 
-    auto = "auto"  # lru; lfu where there are fewer rows than a decoding step of all conversations may use
+    auto = "auto"  # of lru and three lfu the one that finds most; lru where eight decoding steps' experts fit
     lru = "lru"  # who was used longest ago
     lfu = "lfu"  # who is used least; a use counts half after as many uses as there are rows, or after four such steps
 

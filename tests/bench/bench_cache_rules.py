@@ -5,7 +5,8 @@
 
 Generated routes are those of the two published models, with 16 GB of cache: as they are, and with another liking of
 experts every 50 or 20 tokens, as if the topic changed altogether. Recorded ones are given an eighth, a quarter and half
-of the experts. Not collected by pytest.
+of the experts. The second table has caches of some decoding steps, by the rules that `cache.policy=auto` chooses among.
+Not collected by pytest.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "e2e")]
 
+from conf.schema import CachePolicy
 from runtime.engine import Engine
 from runtime.experts import frequency, policies
-from runtime.experts.adaptive import AdaptiveCache
+from runtime.experts.adaptive import HALF_LIVES_STEPS, AdaptiveCache, cache_for
 from runtime.experts.cache import ExpertCache
 from runtime.experts.frequency import KeptExperts
 from runtime.experts.layout import ExpertKey
@@ -34,6 +36,7 @@ MODELS = {
     "qwen": (RouteHeader("qwen", 48, 512, 10, 2_764_800), 5787, 243),
     "deepseek": (RouteHeader("deepseek", 40, 384, 6, 18_800_640), 851, 40),
 }
+SIZES_STEPS = (0.6, 0.97, 1, 1.2, 1.62, 2, 2.5, 3.55, 6)
 Requests = list[list[ExpertKey]]  # a layer's route each
 
 
@@ -68,17 +71,32 @@ RULES: dict[str, Callable[[int], ExpertCache[ExpertKey]]] = {
 }
 
 
-def ram_row(name: str, requests: Requests, rows: int, layers: int, step_experts: int) -> list[str]:
+def ram_row(
+    name: str, requests: Requests, rows: int, header: RouteHeader, step_experts: int
+) -> list[str]:
     """step_experts: that a decoding step uses at most."""
-    uses = sum(map(len, requests))
-    adaptive = AdaptiveCache(rows, layers, step_experts)
-    caches = [*(make(rows) for make in RULES.values()), adaptive]
-    found = [count_hits(cache, requests) / uses for cache in caches]
+    uses, layers = sum(map(len, requests)), header.num_layers
+    auto = cache_for(CachePolicy.auto, layers, step_experts, layers * header.num_experts)
+    found = [count_hits(make(rows), requests) / uses for make in (*RULES.values(), auto)]
     return [
         name,
         str(rows),
         *(f"{share:.1%}" for share in [*found, most_hits(requests, rows) / uses]),
     ]
+
+
+def sizes_rows(name: str, requests: Requests, layers: int, step_experts: int) -> list[list[str]]:
+    """The same requests with caches of so many decoding steps: each rule that may be chosen, and who chooses."""
+    uses = sum(map(len, requests))
+    found = []
+    for steps in SIZES_STEPS:
+        rows = int(steps * step_experts)
+        half_lives = (rows, *(life * step_experts for life in HALF_LIVES_STEPS))
+        adaptive = AdaptiveCache(rows, layers, step_experts)
+        caches = [ExpertCache(rows), *(LfuCache(rows, life) for life in half_lives), adaptive]
+        shares = [f"{count_hits(cache, requests) / uses:.1%}" for cache in caches]
+        found.append([name, f"{steps:g}", *shares, adaptive.rules[adaptive.rule]])
+    return found
 
 
 def together(header: RouteHeader, locality: Locality, tokens: int, count: int) -> Requests:
@@ -127,7 +145,7 @@ def vram_row(name: str, requests: Requests, header: RouteHeader, slots: int) -> 
 
 
 def main(paths: Sequence[str]) -> None:
-    ram, vram = [], []
+    ram, sizes, vram = [], [], []
     for model, (header, rows, slots) in MODELS.items():
         for tokens, parts in ((150, 1), (50, 3), (20, 7)):
             requests: Requests = []
@@ -135,28 +153,22 @@ def main(paths: Sequence[str]) -> None:
                 requests += requests_of(generate(header, PRESETS[model], tokens, seed))
             name = f"{model}, {'one topic' if parts == 1 else f'a new one every {tokens} tokens'}"
             step = header.num_layers * header.top_k
-            ram.append(ram_row(name, requests, rows, header.num_layers, step))
+            ram.append(ram_row(name, requests, rows, header, step))
+            sizes += sizes_rows(name, requests, header.num_layers, step)
             vram.append(vram_row(name, requests, header, slots))
         for share in (8, 2):  # of what a token uses
             requests = requests_of(generate(header, PRESETS[model], 150))
             ram.append(
-                ram_row(
-                    f"{model}, 1/{share} of a token",
-                    requests,
-                    step // share,
-                    header.num_layers,
-                    step,
-                )
+                ram_row(f"{model}, 1/{share} of a token", requests, step // share, header, step)
             )
         for count in (2, 4, 8):
             requests = together(header, PRESETS[model], 80, count)
-            ram.append(
-                ram_row(
-                    f"{model}, {count} together", requests, rows, header.num_layers, count * step
-                )
+            sizes += sizes_rows(
+                f"{model}, {count} together", requests, header.num_layers, count * step
             )
+            ram.append(ram_row(f"{model}, {count} together", requests, rows, header, count * step))
             small = f"{model}, {count} together, room for 1.5 tokens"
-            ram.append(ram_row(small, requests, 3 * step // 2, header.num_layers, count * step))
+            ram.append(ram_row(small, requests, 3 * step // 2, header, count * step))
     for path in paths:
         trace = read_routes(Path(path))
         header, requests = trace.header, requests_of(trace)
@@ -164,18 +176,19 @@ def main(paths: Sequence[str]) -> None:
         step = header.num_layers * header.top_k
         ram += [
             ram_row(
-                f"{header.model}, 1/{share} of {experts}",
-                requests,
-                experts // share,
-                header.num_layers,
-                step,
+                f"{header.model}, 1/{share} of {experts}", requests, experts // share, header, step
             )
             for share in (8, 4, 2)
         ]
+        sizes += sizes_rows(header.model, requests, header.num_layers, step)
         vram += [
             vram_row(header.model, requests, header, routes * header.top_k) for routes in (2, 8)
         ]
     print(format_table(["routes", "rows", *RULES, "auto", "Belady"], ram))
+    print()
+    lives = ("a cycle", *(f"{life} steps" for life in HALF_LIVES_STEPS))
+    names = ["LRU", *(f"LFU, {life}" for life in lives), "auto", "its rule at the end"]
+    print(format_table(["routes", "steps", *names], sizes))
     print()
     print(
         format_table(
