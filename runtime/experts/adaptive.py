@@ -22,7 +22,6 @@ HALF_LIVES_STEPS = (4, 16)  # of LFU, beside one of as many uses as there are ro
 LARGE_STEPS = 8  # a cache of so many decoding steps is an LRU: the rules are within two points of each other there
 GHOST_ROWS, GHOST_LAYERS = 64, 8  # of a ghost, at least
 MEMORY_STEPS = 32  # after which what a ghost found counts half
-LEAST_STEPS = 4  # that ghosts have seen before the first change
 MARGIN = 0.01  # of all uses: so much more must a rule find to take over
 GROW_USES = 16  # after which a use counts more than before
 LARGEST_UNIT = 2.0**100  # then all counts are brought down, long before they are infinite
@@ -97,7 +96,7 @@ class AdaptiveCache(RankedCache[ExpertKey]):
         )
         self._missed: set[ExpertKey] = set()  # of the sample: asked for, not admitted yet
         self._guessed: set[ExpertKey] = set()  # of the sample: admitted, not asked for yet
-        self._asked, self._step_experts, self._steps = 0, step_experts, 0
+        self._asked, self._step_experts = 0, step_experts
         self._fading = 2 ** (-1 / MEMORY_STEPS)
 
     def take(self, key: ExpertKey) -> int | None:
@@ -138,13 +137,12 @@ class AdaptiveCache(RankedCache[ExpertKey]):
 
     def _judge(self) -> None:
         """Change to the rule that found most, if it is ahead by enough; about once a step."""
-        self._steps += 1
         rules = range(self._first_rule, len(self._found))
         best = max(rules, key=self._found.__getitem__)
         # a small LRU that just holds a step finds less than a large one does
         found = max(self._found[self.rule], self._found_here)
         ahead = self._found[best] - found
-        if self._steps >= LEAST_STEPS and ahead > MARGIN * self._shown:
+        if ahead > MARGIN * self._shown:
             log.info(
                 "the expert cache evicts by %s now: of late that would have found %.1f %%, %s %.1f %%",
                 self.rules[best], 100 * self._found[best] / self._shown,
@@ -175,12 +173,6 @@ class AdaptiveCache(RankedCache[ExpertKey]):
 
     def keys(self) -> list[ExpertKey]:
         return super().keys() if self.rule else list(self._row_of)
-
-    def demote(self, key: ExpertKey) -> None:
-        if self.rule:
-            super().demote(key)
-        else:
-            ExpertCache.demote(self, key)
 
     def _victim(self) -> ExpertKey | None:
         return super()._victim() if self.rule else ExpertCache._victim(self)

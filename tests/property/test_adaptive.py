@@ -19,9 +19,14 @@ LAYERS, EXPERTS, TOP_K = 8, 64, 6
 STEP = LAYERS * TOP_K
 
 
-def routes(tokens: int, topics: int, seed: int = 0) -> list[list[ExpertKey]]:
+SMALL = RouteHeader("made up", LAYERS, EXPERTS, TOP_K, 4096)
+LARGE = RouteHeader("made up", 48, 512, 10, 4096)  # of which ghosts have a sample
+
+
+def routes(
+    tokens: int, topics: int, header: RouteHeader = SMALL, seed: int = 0
+) -> list[list[ExpertKey]]:
     """Generated routes of so many tokens, with another liking of experts for each topic."""
-    header = RouteHeader("made up", LAYERS, EXPERTS, TOP_K, 4096)
     found = []
     for topic in range(topics):
         trace = generate(header, PRESETS["qwen"], tokens // topics, 100 * seed + topic)
@@ -31,8 +36,8 @@ def routes(tokens: int, topics: int, seed: int = 0) -> list[list[ExpertKey]]:
     return found
 
 
-def fixed_rules(rows: int) -> list[ExpertCache[ExpertKey]]:
-    half_lives = (rows, *(steps * STEP for steps in HALF_LIVES_STEPS))
+def fixed_rules(rows: int, step: int = STEP) -> list[ExpertCache[ExpertKey]]:
+    half_lives = (rows, *(steps * step for steps in HALF_LIVES_STEPS))
     return [ExpertCache(rows), *(LfuCache(rows, half_life) for half_life in half_lives)]
 
 
@@ -61,6 +66,32 @@ def test_it_finds_nearly_what_the_best_rule_finds(rows, topics):
     assert chosen <= most_hits(requests, rows) / uses
 
 
+@pytest.mark.parametrize("topics", [1, 4])
+@pytest.mark.parametrize("rows", [466, 480, 576, 777, 1200])
+def test_a_sample_of_the_layers_tells_as_much(rows, topics):
+    """Also where an LRU just holds a step, which its ghost does not, or just not, which its ghost may."""
+    requests = routes(60, topics, LARGE)
+    found = [count_hits(cache, requests) / (480 * 60) for cache in fixed_rules(rows, 480)]
+    cache = AdaptiveCache(rows, 48, 480)
+    assert cache._ghosts[0].num_rows < rows / 5
+    assert count_hits(cache, requests) / (480 * 60) > max(found) - 0.015, (
+        cache.rules[cache.rule],
+        found,
+    )
+
+
+def test_what_a_guess_brought_is_not_the_rules_doing():
+    cache, key = AdaptiveCache(3, 1, 100), ExpertKey(0, 1)
+    cache.admit(key)
+    cache.landed(key)
+    for found in (0, 1, 2):
+        cache.take(key)
+        assert cache._found_here == found
+    asked_for = ExpertKey(0, 2)
+    assert count_hits(cache, [[asked_for], [asked_for]]) == 1
+    assert cache._found_here == 3
+
+
 def test_it_changes_when_the_routes_do(caplog):
     cache = AdaptiveCache(77, LAYERS, STEP)
     assert cache.rules[cache.rule] == "LRU"
@@ -79,7 +110,7 @@ def test_a_wrong_guess_goes_first_and_pins_hold(monkeypatch, rule):
     a, b, c, d, e = (ExpertKey(0, expert) for expert in range(5))
     cache = AdaptiveCache(3, 1, 3)
     cache._change_to(rule)
-    count_hits(cache, [[a], [b], [c], [c], [b], [a]])
+    count_hits(cache, [[c], [c], [c], [b], [c], [a]])
     cache.demote(c)
     cache._change_to(3 if rule else 0)
     assert cache.keys()[0] == c
