@@ -91,9 +91,8 @@ class AdaptiveCache(RankedCache[ExpertKey]):
         ]
         self._found = [0.0] * len(self._ghosts)  # of late
         self._shown = 0.0  # as lately
-        self._found_here = (
-            0.0  # by the rule in force, in the sample, what guesses brought not counted
-        )
+        # by the rule in force, in the sample, what guesses brought not counted
+        self._found_here = 0.0
         self._missed: set[ExpertKey] = set()  # of the sample: asked for, not admitted yet
         self._guessed: set[ExpertKey] = set()  # of the sample: admitted, not asked for yet
         self._asked, self._step_experts = 0, step_experts
@@ -154,10 +153,8 @@ class AdaptiveCache(RankedCache[ExpertKey]):
         self._shown *= self._fading
 
     def _change_to(self, rule: int) -> None:
-        here, before = (
-            self.keys(),
-            self.rule,
-        )  # the first to go first, so that equals keep their order
+        # the first to go first, so that equals keep their order
+        here, before = self.keys(), self.rule
         self.rule = rule
         for key in here if rule else ():
             # a guess that was wrong stays the first to go

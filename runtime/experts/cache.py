@@ -1,8 +1,8 @@
 """The RAM tier's book: which expert is in which row, and who goes. Integers only, one thread only.
 
 LRU over all layers (it beat LFU, segmented LRU and per-layer LRU on recorded routes, where many tokens' experts fit;
-`policies` has them, and `adaptive` the choice where few do). Two things are never evicted: a row that is pinned (the route in use) and a row in flight (a read
-is writing it).
+`policies` has them, and `adaptive` the choice where few do). Two things are never evicted: a row that is pinned (the
+route in use) and a row in flight (a read is writing it).
 """
 
 from __future__ import annotations

@@ -80,6 +80,15 @@ def test_a_sample_of_the_layers_tells_as_much(rows, topics):
     )
 
 
+def test_an_lru_below_a_step_is_no_choice():
+    """Whatever its ghost says, whose rows are too few to be sure."""
+    for rows, rule in ((STEP - 1, 2), (STEP, 0)):
+        cache = AdaptiveCache(rows, LAYERS, STEP)
+        cache._found[0] = cache._shown = 100.0
+        cache._judge()
+        assert cache.rule == rule
+
+
 def test_what_a_guess_brought_is_not_the_rules_doing():
     cache, key = AdaptiveCache(3, 1, 100), ExpertKey(0, 1)
     cache.admit(key)
