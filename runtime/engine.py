@@ -281,8 +281,11 @@ class Engine:
         sizes = family.model_sizes(spec, files, layout, config, dtype)
         sizes = sizes.for_conversations(config.serve.max_batch)
         has_rows = config.drafts.enabled and device.type == "cuda"
+        tokens = config.serve.max_batch  # at once
         if has_rows:
-            sizes = sizes.for_rows(most_rows(config.drafts, block=0))
+            tokens = most_rows(config.drafts, block=0)
+            sizes = sizes.for_rows(tokens)
+        guess_rows = tokens * config.prefetch.experts
         wanted, reserve = config.hw.ram_gib, config.hw.reserve_gib
         total, available = hardware.total_ram_nbytes(), hardware.available_ram_nbytes()
         limit = ram_limit(wanted, total, available, reserve)
@@ -296,7 +299,7 @@ class Engine:
             config.cache.ram_gib,
             config.cache.sweep_experts,
             has_gpu,
-            config.prefetch.experts,
+            guess_rows,
         )
         for warning in plan.warnings:
             log.warning("%s", warning)
@@ -315,7 +318,7 @@ class Engine:
         if is_resident:
             experts = ResidentExperts(layout, reader)
         else:
-            spare = plan.cache_rows - sizes.top_k - config.prefetch.experts
+            spare = plan.cache_rows - sizes.top_k - guess_rows
             ahead_rows = max(0, min(2 * config.prefetch.copy, spare))
             experts = ExpertStreamer(
                 layout,
@@ -334,6 +337,7 @@ class Engine:
                 ),
                 least_rows=sizes.top_k + ahead_rows,
                 limit_s=config.hw.token_limit_s if has_gpu else None,
+                token_experts=spec.top_k,
             )
         try:
             if vram_plan is not None:

@@ -8,6 +8,7 @@ a record came from never shows in its bytes.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,6 +60,7 @@ class ExpertStreamer(InRows):
         *,
         least_rows: int = 1,
         limit_s: float | None = None,
+        token_experts: int | None = None,
         make_cache: Callable[[int], ExpertCache[ExpertKey]] = ExpertCache,
         make_arena: Callable[[int, int], Arena] | None = None,
         arrivals: Arrivals | None = None,
@@ -69,6 +71,8 @@ class ExpertStreamer(InRows):
         ahead_rows: how many rows `ahead` may keep from eviction; the route must find room beside them.  checksums: to
         compare each expert with on its first read; None: not.  spare_rows: for records that a stalled drive may still
         write to the old memory of.  least_rows: what a token needs at once; `pin` may shrink the cache to it.
+        token_experts: of a layer's route, those of one token: what several ask for at once brings as many times the
+        guesses, for it is computed for as many times as long; None: it does not.
         limit_s: a decoded token raises DeviceError when the drive gives nothing for that long; None: it waits.
         The rest is for the simulator, which brings another cache, no memory, and a clock of its own. A `ChildReader` is
         asked for the arrivals too, and shares the rows.
@@ -83,7 +87,7 @@ class ExpertStreamer(InRows):
         self._staging = range(cache_rows, num_rows)
         self._spares = list(range(num_rows, num_rows + spare_rows))
         self._given_up: list[tuple[Orphans, int]] = []  # spares that may still be written to
-        self._prefetch_experts = prefetch_experts
+        self._prefetch_experts, self._token_experts = prefetch_experts, token_experts
         self._ahead_rows = ahead_rows
         self._checksums = checksums
         self._least_rows = least_rows
@@ -195,7 +199,7 @@ class ExpertStreamer(InRows):
         self.counters.late += len(keys) - len(ready) - len(missing)
         self.counters.misses += len(missing)
         yield ready
-        self._guess(layer + 1, guesses)
+        self._guess(layer + 1, guesses, len(keys))
         yield []
         while waiting:
             yield [(key.expert, self._record(key)) for key in self._next_arrivals(waiting)]
@@ -279,9 +283,14 @@ class ExpertStreamer(InRows):
 
     # ---- guesses ----------------------------------------------------------------------------------------------
 
-    def _guess(self, layer: int, guesses: Iterable[int]) -> None:
-        """Queue reads of the first few guesses that are in no tier; they run in the gap."""
+    def _guess(self, layer: int, guesses: Iterable[int], route: int) -> None:
+        """Queue reads of the first few guesses that are in no tier; they run in the gap.
+
+        route: experts that the layer before was asked for.
+        """
         left = self._prefetch_experts if layer < self._layout.num_layers else 0
+        if self._token_experts is not None:
+            left *= max(1, math.ceil(route / self._token_experts))
         for expert in guesses:
             if not left:
                 return

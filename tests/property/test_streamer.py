@@ -390,6 +390,22 @@ def test_what_becomes_of_guesses(layout, drive):
     streamer.close()
 
 
+@pytest.mark.parametrize(
+    ("token_experts", "route", "wanted"),
+    [(None, 4, 2), (2, 2, 2), (2, 3, 4), (2, 4, 4), (4, 2, 2), (2, 0, 2)],
+)
+def test_a_route_of_several_tokens_brings_guesses_for_each(
+    layout, drive, token_experts, route, wanted
+):
+    reader = drive.open_reader(layout.files, DriveConfig())
+    streamer = ExpertStreamer(layout, reader, 2 * EXPERTS, 2, 2, token_experts=token_experts)
+    list(streamer.fetch(0, range(route), [6, 5, 4, 3, 2, 1]))
+    guessed = list(filter(lambda key: key.layer == 1, streamer.cache.keys()))
+    assert guessed == [ExpertKey(1, expert) for expert in (6, 5, 4, 3)][:wanted]
+    assert streamer.counters.guesses_issued == wanted
+    streamer.close()
+
+
 def test_no_guesses_behind_the_last_layer(layout, drive):
     streamer = open_streamer(layout, drive, cache_rows=8)
     list(streamer.fetch(LAYERS - 1, [0], guesses=[0, 1]))
