@@ -35,7 +35,8 @@ class CacheConfig:
 class PrefetchConfig:
     """Reading ahead."""
 
-    experts: int = 2  # guesses for the next layer, read from the drive in the gap; 0 is none
+    # guesses for the next layer, read from the drive in the gap, for each token that is decoded at once; 0 is none
+    experts: int = 2
     # guesses for the next layer that are in RAM, copied to VRAM early (GPU); 0 is none
     copy: int = 0
 
